@@ -35,6 +35,10 @@ class DeviceLost(KvbmError):
     """The device's context has gone: nothing can be copied to or from it in this process any more."""
 
 
+class CopyHung(KvbmError):
+    """A copy does not end: its targets may be written at any later time, and must not be used for anything else."""
+
+
 class ManagerRefused(KvbmError):
     """The manager answered and said no: another version, another namespace, another user."""
 

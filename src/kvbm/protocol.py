@@ -200,6 +200,11 @@ class FenceDone(Message, frozen=True, kw_only=True, tag="fence_done"):
     fence: int
 
 
+class CopiesHang(Message, frozen=True, kw_only=True, tag="copies_hang"):
+    """A rank has copies that do not end. The manager ends the session; slots that the rank may be writing stay reserved
+    until the rank closes it."""
+
+
 class Reset(Message, frozen=True, kw_only=True, tag="reset"):
     """Drop every block of the engine's namespace that is not in use, unless another engine has that namespace too
     (admin: of all namespaces in any case). `tier` empty means all."""
@@ -403,7 +408,7 @@ class Status(Message, frozen=True, kw_only=True, tag="status"):
 
 
 _FromLeader: TypeAlias = Lookup | Says | Release | Shorten | Reserve | Commit | Finished | Reset | Announce
-_FromWorker: TypeAlias = Report | Watch | FenceDone
+_FromWorker: TypeAlias = Report | Watch | FenceDone | CopiesHang
 _ToLeader: TypeAlias = Ready | LookupReply | Progress | ReserveReply | RankReport | TierEvents | HeldBlocks
 
 ToManager: TypeAlias = Hello | _FromLeader | _FromWorker | Follow | StatusQuery

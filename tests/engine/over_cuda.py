@@ -15,8 +15,9 @@ from typing import Any
 from engine.engine_child import Child
 from engine.engine_process import EngineProcess
 
-FAULTS = ("hold", "done")
-"""What can be taken out: the engine's waits for copies, and the looks at whether copies are over."""
+FAULTS = ("hold", "done", "pin")
+"""What a control can take out: the engine's waits for copies, where no block is pinned; the check whether copies are
+over; pins alone."""
 
 _undo: list[Callable[[], None]] = []
 _cuda: list[Any] = []
@@ -30,15 +31,17 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 def put_on_cuda(child: Child, library: str, late_s: float, fault: str) -> None:
     """Engines that this process starts from now on copy through that library; each copy takes up to `late_s`."""
+    from kvbm.leader.device import Pins
     from kvbm.transfer.cuda.copier import CudaCopier, CudaCopying
     from kvbm.transfer.device_cache import DeviceCache
+    from kvbm.vllm_integration.block_pool import PoolBlocks
     from rigs.libcuda.library import Libcuda
-    from rigs.libcuda.torch_cuda import DEVICE, TorchCuda, replacements
+    from rigs.libcuda.torch_cuda import DEVICE, TorchCuda, make_replacements
 
     libcuda = Libcuda(Path(library))
-    libcuda.configure(delay_min_s=late_s / 2, delay_max_s=late_s)
+    libcuda.set_delay(late_s / 2, late_s)
     cuda = TorchCuda(libcuda, engine_computes_on_cpu=True)
-    for name, value in replacements(cuda).items():
+    for name, value in make_replacements(cuda).items():
         module, _, attribute = name.rpartition(".")
         _replace(importlib.import_module(module), attribute, value)
     from_tensors = DeviceCache.from_tensors
@@ -52,8 +55,12 @@ def put_on_cuda(child: Child, library: str, late_s: float, fault: str) -> None:
     _replace(DeviceCache, "from_tensors", classmethod(on_device))
     if fault == "hold":
         _replace(CudaCopier, "hold", lambda *arguments: None)
+        _replace(Pins, "has_room", lambda *arguments: False)
     if fault == "done":
         _replace(CudaCopying, "done", lambda self: True)
+    if fault == "pin":
+        _replace(PoolBlocks, "pin", lambda *arguments: True)
+        _replace(PoolBlocks, "unpin", lambda *arguments: None)
     _cuda[:] = [libcuda]
 
 
@@ -67,15 +74,27 @@ def put_on_cpu(child: Child) -> None:
 
 
 def device_seen(child: Child) -> tuple[int, list[str]]:
-    """How many pieces were copied, and what a real device would not have forgiven."""
+    """How many pieces were copied, and the violations."""
     (libcuda,) = _cuda
-    return libcuda.call_count("piece"), libcuda.complaints
+    return libcuda.call_count("piece"), libcuda.violations
 
 
 def fail_by_chance(child: Child, name: str, chance: float) -> None:
     """Each call of that name fails with that probability."""
     (libcuda,) = _cuda
     libcuda.fail_by_chance(name, chance)
+
+
+def stop_copies(child: Child, limit_s: float) -> None:
+    """No copy ends from now on, and one hangs after `limit_s`."""
+    from kvbm.transfer.cuda import copier
+    from kvbm.worker import hang_watch
+
+    _replace(hang_watch, "LATE_S", 0.0)
+    for module in (hang_watch, copier):
+        _replace(module, "COPY_S_MAX", limit_s)
+    (libcuda,) = _cuda
+    libcuda.hold_copies()
 
 
 def copier_of(child: Child) -> str:

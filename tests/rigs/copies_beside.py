@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from kvbm.errors import ManagerUnavailable
+from kvbm.clock import Clock
+from kvbm.errors import CopyHung, ManagerUnavailable
 from kvbm.protocol import PROTOCOL_VERSION, Hello, Welcome
 from kvbm.step_plan import LoadPlan, StorePlan
 from kvbm.worker.jobs import LoadJob, StoreJob
@@ -27,7 +28,8 @@ HELLO = Hello(version=PROTOCOL_VERSION, role="worker", engine="e")
 
 
 class Copying:
-    """A copy that ends when the test says so, or if `patient` when somebody waits for it, which `awaited` tells."""
+    """A copy that ends when the test says so, or if `patient` when somebody waits for it, which `awaited` tells. A wait
+    for one that `hangs` fails at once."""
 
     def __init__(
         self, what: str, pairs: list[tuple[int, int]], layer: str | None = None, after: Any = None
@@ -35,7 +37,7 @@ class Copying:
         self.what, self.pairs, self.layer, self.after = what, pairs, layer, after
         self.error: Exception | None = None
         self.awaited = threading.Event()
-        self.patient = False
+        self.patient = self.hangs = False
         self._over = threading.Event()
 
     def end(self, error: Exception | None = None) -> None:
@@ -54,6 +56,8 @@ class Copying:
 
     def wait(self) -> None:
         self.awaited.set()
+        if self.hangs:
+            raise CopyHung("this copy hangs")
         if self.patient:
             self._over.set()
         assert self._over.wait(DEADLINE_S), "waits for a copy that the test has not ended"
@@ -207,13 +211,13 @@ def load(layerwise: bool = False, blocks: int = BLOCKS) -> LoadPlan:
     )
 
 
-def make_mover(finder: Finder, *devices: Any) -> Mover:
+def make_mover(finder: Finder, *devices: Any, clock: Clock = lambda: 0.0) -> Mover:
     """A mover that no thread runs, in the first of the finder's sessions: the test takes its turns.
 
     Each session gives the device of its epoch.
     """
     by_epoch = {device.epoch: device for device in devices}
-    made = Mover(finder, HELLO, lambda welcome, fds: by_epoch[welcome.epoch], lambda: 0.0)  # type: ignore[arg-type]
+    made = Mover(finder, HELLO, lambda welcome, fds: by_epoch[welcome.epoch], clock)  # type: ignore[arg-type]
     if finder.lines:
         made.attach(0.0)
     return made

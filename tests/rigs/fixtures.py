@@ -113,25 +113,25 @@ def libcuda_path(request: pytest.FixtureRequest) -> Path:
     """The stand-in for the CUDA driver, compiled once."""
     from rigs.libcuda import build
 
-    if reason := build.missing():
+    if reason := build.missing_reason():
         pytest.skip(reason)
     assert request.config.cache is not None
-    return build.build(request.config.cache.mkdir("libcuda"))
+    return build.build_library(request.config.cache.mkdir("libcuda"))
 
 
 @pytest.fixture
 def torch_cuda(libcuda_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchCuda]:
     """A CUDA device without a card, under the real `CudaDriver` and `TorchDevice`; it must have no complaints."""
     from rigs.libcuda.library import Libcuda
-    from rigs.libcuda.torch_cuda import TorchCuda, replacements
+    from rigs.libcuda.torch_cuda import TorchCuda, make_replacements
 
     cuda = TorchCuda(Libcuda(libcuda_path))
-    for name, value in replacements(cuda).items():
+    for name, value in make_replacements(cuda).items():
         monkeypatch.setattr(name, value)
     yield cuda
-    complaints = cuda.libcuda.complaints
+    violations = cuda.libcuda.violations
     cuda.libcuda.reset()
-    assert complaints == []
+    assert violations == []
 
 
 @pytest.fixture

@@ -98,6 +98,8 @@ class ScriptedManager:
 class ScriptedDevice:
     """Device blocks as an engine has them: what each holds, and the order in which free ones are handed out."""
 
+    block_count = 800
+
     def __init__(self) -> None:
         self.holds: dict[int, Hashable] = {block: f"hash {block}" for block in TABLE}
         self.free: list[int] = []

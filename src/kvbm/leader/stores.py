@@ -1,13 +1,16 @@
 """From computed blocks to slots: reserve slots for blocks that the manager lacks, plan the copy, commit it.
 
 A block belongs to its request until the request ends or is preempted, and is not overwritten before. So copies may run
-beside later steps, until the step that *releases* their store. A store without a request (lazy offload) copies free
-blocks: it is planned only while their content is unchanged, and released with the next step. A *fleeting* store is of
-blocks that their request gives up while it runs (a sliding window's, a recurrent state). They are pinned until they are
-copied or the request ends; where the engine cannot pin, the store is planned and released in the next step, or given
-up. Pinned are, too, the blocks of a request that ends before the manager has answered, which may take longer than a
-short reply. An engine that zeroes blocks when it hands them out may do that before we read what they held: there every
-store's blocks are pinned until they are copied.
+beside later steps, until the step that *releases* their store: that step waits for them. The blocks of a request that
+ends are pinned until they are copied, so that no step waits for its copies; those of a preempted request are released,
+because the engine needs them. Pins have a bound (`Pins.has_room`): beyond it, and where the engine cannot pin, the
+blocks are released when the request ends.
+
+A store without a request (lazy offload) copies free blocks: it is planned only while their content is unchanged, and
+released with the next step. A *fleeting* store is of blocks that their request gives up while it runs (a sliding
+window's, a recurrent state). They are pinned until they are copied; where the engine cannot pin, the store is planned
+and released in the next step, or given up. An engine that zeroes blocks when it hands them out may do that before we
+read what they held: there every store's blocks are pinned until they are copied.
 """
 
 from __future__ import annotations
@@ -19,19 +22,19 @@ from typing import NamedTuple
 
 from kvbm.block import KEY_BYTES
 from kvbm.clock import Clock
-from kvbm.leader.device import DeviceBlocks
+from kvbm.leader.device import DeviceBlocks, Pins
 from kvbm.leader.link import Link
 from kvbm.leader.tracked import NOTHING_SAID, Keep, Said
 from kvbm.protocol import REFUSED, Commit, Reserve, ReserveReply
 from kvbm.step_plan import StepReport, StorePlan
 
-PLAN_AGE_S_MAX = 30.0
+STORE_AGE_S_MAX = 30.0
+"""A reservation that is older is not planned. No step waits for copies of one that is older, which take milliseconds:
+their device may hang. Their blocks go back to the engine, and the store fails."""
 PINNED_UNANSWERED_S_MAX = 2.0
 """How long a silent manager may keep blocks from the engine."""
 OPEN_STORES_MAX = 2048
 PENDING_S_MAX = 1.0
-PINNED_PENDING_S_MAX = 2 * PINNED_UNANSWERED_S_MAX
-"""Steps go on until a pin has ended: an idle engine gives its blocks back, too."""
 
 
 @dataclass(slots=True)
@@ -89,7 +92,7 @@ class Stores:
         pin_all: bool = False,
     ) -> None:
         self._link = link
-        self._device = device
+        self._pins = Pins(device)
         self._pin_all = pin_all
         self._clock = clock
         self._rank_count = rank_count
@@ -116,13 +119,19 @@ class Stores:
 
     @property
     def pending(self) -> bool:
-        """Whether answers or reports of recent stores are still to come. The engine should step on for them, even with
-        no request left, but not for older ones."""
+        """Whether answers or reports of recent stores are still to come, or blocks are pinned. The engine should step
+        on for them, even with no request left: steps end all pins in time."""
         now_s = self._clock()
         return any(
-            now_s - store.asked_s < (PINNED_PENDING_S_MAX if store.pinned else PENDING_S_MAX)
+            store.pinned or now_s - store.asked_s < PENDING_S_MAX
             for store in (*self._asked.values(), *self._planned.values())
         )
+
+    @property
+    def unpins_soon(self) -> bool:
+        """Whether blocks are pinned until copies end that were planned just now."""
+        now_s = self._clock()
+        return any(store.pinned and now_s - store.asked_s < PENDING_S_MAX for store in self._planned.values())
 
     @property
     def room(self) -> int:
@@ -164,7 +173,7 @@ class Stores:
         ready = self._link.ready
         if ready is None or self.room <= 0:
             return False
-        pinned = (fleeting or self._pin_all) and self._pin(device_blocks)
+        pinned = (fleeting or self._pin_all) and self._pins.pin(device_blocks)
         if self._pin_all and not pinned:
             return False
         number = next(self._numbers)
@@ -181,8 +190,8 @@ class Stores:
             tenant=tenant,
         )
         if not self._link.send(asked):
-            if pinned and self._device is not None:
-                self._device.unpin(device_blocks)
+            if pinned:
+                self._pins.unpin(device_blocks)
             return False
         self._asked[number] = _Store(
             number,
@@ -226,7 +235,7 @@ class Stores:
                     del self._asked[store.number]
                     self._unpin(store)
                 elif now_or_never or now_s - store.asked_s > (
-                    PINNED_UNANSWERED_S_MAX if store.pinned else PLAN_AGE_S_MAX
+                    PINNED_UNANSWERED_S_MAX if store.pinned else STORE_AGE_S_MAX
                 ):
                     # Not when the answer comes: the engine may take no further step in which to do it.
                     del self._asked[store.number]
@@ -238,7 +247,7 @@ class Stores:
             if not pairs or store.life != self._link.life:
                 self._unpin(store)
                 continue
-            if now_s - store.asked_s > PLAN_AGE_S_MAX:
+            if now_s - store.asked_s > STORE_AGE_S_MAX:
                 self._unpin(store)
                 self._give_back(store.number, len(pairs))
                 continue
@@ -269,27 +278,33 @@ class Stores:
     def released(self) -> tuple[int, ...]:
         """Planned stores whose device blocks may be overwritten from this step on. Called once a step, after `plan`."""
         released = []
+        now_s = self._clock()
         for store in self._planned.values():
             ended = (store.gone or store.fleeting) and not store.pinned
-            if ended or (store.tags and store.steps_planned):
+            ended = ended or bool(store.tags and store.steps_planned)
+            if (ended or store.pinned) and now_s - store.asked_s > STORE_AGE_S_MAX:
+                self._unpin(store)
+                self._fail(store)
+            elif ended:
                 released.append(store.number)
-            store.gone = False  # once: from the next step on its blocks are others'
+            # Once: from the next step on its blocks are others'.
+            store.gone = store.gone and store.pinned
             store.steps_planned += 1
         return tuple(released)
 
     def ended(self, request: str, held: bool = False) -> None:
-        """The request gives all of its blocks back. While it holds them still, those that wait for the manager's answer
-        are pinned; of all others, what is not copied by the next step's beginning is given up."""
+        """The request gives all of its blocks back. While it holds them still (`held`), they are pinned as far as pins
+        may go; of all others, the next step waits for the copies, and what has no slots by then is given up."""
         for store in (*self._asked.values(), *self._planned.values()):
             if store.request != request:
                 continue
             store.gone = True
             if self._pin_all:
                 continue
-            if held and store.slots is None:
-                store.pinned = store.pinned or self._pin(store.device_blocks)
-            else:
+            if not held:
                 self._unpin(store)
+            elif not store.pinned and self._pins.has_room(len(store.device_blocks)):
+                store.pinned = self._pins.pin(store.device_blocks)
 
     def give_up(self, request: str, begun: bool = False) -> bool:
         """Give up the request's stores that no plan has yet; with `begun`, no other one is committed either. Whether
@@ -300,29 +315,33 @@ class Stores:
             self._give_back(store.number, len(store.device_blocks))
         planned = [each for each in self._planned.values() if each.request == request]
         for store in planned if begun else ():
-            self._failed.setdefault(store.number, set()).update(range(store.planned_slots))
+            self._fail(store)
         return bool(planned)
 
     def give_up_pins(self) -> bool:
-        """The engine empties its cache, which it cannot while blocks are pinned: give up their stores. True if there
-        were any. Ranks may still read the blocks; what they read is not committed."""
+        """The engine empties its cache, which it cannot while blocks are pinned: end all pins. True if there were any.
+
+        The next step waits for the copies. Stores that have no slots yet are given up; so are all where the engine
+        zeroes blocks: ranks may still read those, and what they read is not committed."""
         pinned = [store for store in (*self._asked.values(), *self._planned.values()) if store.pinned]
         for store in pinned:
             self._unpin(store)
+            if store.slots is not None and not self._pin_all:
+                continue
             if self._asked.pop(store.number, None) is not None:
                 self._give_back(store.number, len(store.device_blocks))
             else:
-                self._failed.setdefault(store.number, set()).update(range(store.planned_slots))
+                self._fail(store)
         return bool(pinned)
-
-    def _pin(self, device_blocks: Sequence[int]) -> bool:
-        return self._device is not None and self._device.pin(device_blocks)
 
     def _unpin(self, store: _Store) -> None:
         if store.pinned:
-            assert self._device is not None
             store.pinned = False
-            self._device.unpin(store.device_blocks)
+            self._pins.unpin(store.device_blocks)
+
+    def _fail(self, store: _Store) -> None:
+        """Nothing of a planned store is committed."""
+        self._failed.setdefault(store.number, set()).update(range(store.planned_slots))
 
     def doubt(self) -> None:
         """KV may be wrong, or its keys are: no store that was asked for up to now is committed."""
@@ -331,7 +350,7 @@ class Stores:
             self._give_back(store.number, len(store.device_blocks))
         self._asked.clear()
         for store in self._planned.values():
-            self._failed.setdefault(store.number, set()).update(range(store.planned_slots))
+            self._fail(store)
 
     def reported(self, report: StepReport) -> None:
         """Ranks finished stores; a store that all ranks finished is committed, if its blocks may still be kept."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from kvbm.errors import SettingsError
+from kvbm.errors import CopyHung, SettingsError
 from kvbm.layout import BlockLayout
 
 if TYPE_CHECKING:
@@ -61,10 +61,13 @@ class Copiers:
         return copier
 
     def store(self, kv_cache: Mapping[str, torch.Tensor], pairs: Pairs) -> None:
-        """Copy device blocks into slots. Also when it raises, nothing writes to the slots any more: others get them."""
+        """Copy device blocks into slots. Also when it raises, nothing writes to the slots any more: others get them.
+        After CopyHung something may, and others must not."""
         copier = self.of(kv_cache)
         try:
             copier.store(pairs)
+        except CopyHung:
+            raise
         except BaseException:
             self.close()  # an interrupt leaves copies under way: this waits for them
             raise

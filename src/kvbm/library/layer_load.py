@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from kvbm.errors import KvbmError
+from kvbm.errors import CopyHung, KvbmError
 
 if TYPE_CHECKING:
     from kvbm.transfer import Copier
@@ -31,7 +31,7 @@ class LayerLoad:
 
     def copy(self, layers: Iterable[str]) -> None:
         """Copy these layers of all blocks; they can be read when it returns. Raises KvbmError or RuntimeError, and
-        nothing is written any more by then: the device blocks may be given to others."""
+        nothing is written any more by then: the device blocks may be given to others. Not so after CopyHung."""
         begun: list[Copying] = []
         errors: list[Exception] = []
         try:
@@ -42,6 +42,8 @@ class LayerLoad:
             for copying in begun:
                 try:
                     copying.wait()
+                except CopyHung:
+                    raise  # so do those behind it
                 except (KvbmError, RuntimeError) as error:
                     errors.append(error)
         for failed in errors:

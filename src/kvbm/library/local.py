@@ -13,7 +13,7 @@ import msgspec
 
 from kvbm.block import BlockKey
 from kvbm.clock import Clock
-from kvbm.errors import SettingsError
+from kvbm.errors import CopyHung, SettingsError
 from kvbm.grouping import at_once
 from kvbm.hashing import EngineKeys
 from kvbm.hints import UNHINTED, ClientHint
@@ -225,12 +225,14 @@ class LocalSpace:
         pairs = [(device_blocks[i], slot) for i, slot in enumerate(answer, held) if slot >= 0]
         if not pairs:
             return outcomes
-        failed: Sequence[int] = range(len(pairs))
         try:
             self._copiers.store(kv_cache, pairs)
-            failed = ()
-        finally:
-            self.space.commit(_OWNER, number, failed)
+        except CopyHung:
+            raise  # the slots stay reserved: they may still be written
+        except BaseException:
+            self.space.commit(_OWNER, number, range(len(pairs)))
+            raise
+        self.space.commit(_OWNER, number, ())
         self.space.pump()  # victims of the next call are written meanwhile
         return [
             Stored.COPIED if slot >= 0 else outcomes[i] for i, slot in enumerate([HELD] * held + list(answer))

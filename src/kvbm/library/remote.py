@@ -19,7 +19,7 @@ from kvbm.client.channel import Channel
 from kvbm.client.finder import ManagerFinder
 from kvbm.client.mirror import Mirror
 from kvbm.clock import Clock
-from kvbm.errors import KvbmError, ManagerUnavailable
+from kvbm.errors import CopyHung, KvbmError, ManagerUnavailable
 from kvbm.hashing import EngineKeys, join_keys
 from kvbm.hints import UNHINTED, ClientHint, as_mapping, as_tuples, from_tuples
 from kvbm.layout import BlockLayout, Namespace
@@ -291,6 +291,9 @@ class SharedSpace:
                 if intact == len(pairs):
                     self._copiers.store(kv_cache, pairs)
                     failed = ()
+        except CopyHung:
+            session.give_up()  # nothing is committed or given back
+            raise
         finally:
             copied_s = self._clock() - started_s
             session.send(Commit(store=number, failed=tuple(failed), seconds=copied_s, answer_s=answer_s))
@@ -299,7 +302,10 @@ class SharedSpace:
         return outcomes
 
     def _present(self) -> Session | None:
-        """The session to ask in; joins a manager that came back. None without one, and while an answer is overdue."""
+        """The session to ask in; joins a manager that came back. None without one, while an answer is overdue, and once
+        a store hangs."""
+        if self._session.hangs:
+            return None
         if not self._session.lost:
             self._session.poll()
         if self._session.lost and not self.stays and (channel := self._finder.attempt()) is not None:

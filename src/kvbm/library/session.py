@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from kvbm.client.mirror import Mirror
 from kvbm.errors import ManagerUnavailable
 from kvbm.protocol import (
     Announce,
+    CopiesHang,
     Fence,
     FenceDone,
     HeldBlocks,
@@ -51,6 +53,8 @@ class Session:
         self.runs: dict[int, SharedRun] = {}
         self.fenced: set[int] = set()
         self.unanswered = False
+        self.hangs = False
+        """A store does not end (`give_up`)."""
         self._leader = leader
         self._worker = worker
         self._reply: object = None
@@ -116,6 +120,19 @@ class Session:
         self.poll()
         return not self.lost
 
+    def give_up(self) -> None:
+        """A store hangs: the manager serves us no more. The worker's end stays open, and the memory stays mapped, until
+        this process ends: the manager gives the slots of the store to nothing else before that."""
+        self.hangs = self.lost = True
+        with contextlib.suppress(ManagerUnavailable):
+            self._worker.send(CopiesHang())
+        self._leader.close()
+        if self._mirror is not None:
+            self._mirror.forget()
+        log.error(
+            "KVBM is off in this process from now on: a store hangs, and with it the device or its driver"
+        )
+
     def lose(self, reason: str) -> None:
         """Close both sessions. The memory stays: a manager that is dead overwrites nothing."""
         if not self.lost:
@@ -134,8 +151,9 @@ class Session:
         """End the session and drop the memory. No copier over it may be left."""
         self.lost = True
         self._leader.close()
-        self._worker.close()
-        self.arena.close()
+        if not self.hangs:
+            self._worker.close()
+            self.arena.close()
 
     def _take(self, message: object) -> None:
         if isinstance(message, Progress):

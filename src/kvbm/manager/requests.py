@@ -9,7 +9,7 @@ import msgspec
 
 from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Tier
 from kvbm.clock import Clock
-from kvbm.errors import ProtocolError
+from kvbm.errors import KvbmError, ProtocolError
 from kvbm.hashing import split_keys
 from kvbm.hints import as_tuples, latest
 from kvbm.manager.followers import Followers
@@ -25,6 +25,7 @@ from kvbm.observe import moves_log
 from kvbm.protocol import (
     REFUSED,
     Commit,
+    CopiesHang,
     FenceDone,
     Finished,
     Lookup,
@@ -82,6 +83,7 @@ class Requests:
             Commit: self.commit,
             Watch: self.watch,
             FenceDone: self.fence_done,
+            CopiesHang: self.copies_hang,
             Finished: self.finished,
             Report: self.report,
         }
@@ -250,6 +252,12 @@ class Requests:
     def fence_done(self, session: Session, message: FenceDone) -> None:
         """A worker is past a fence."""
         self._membership.fences.answered(message.fence, session)
+
+    def copies_hang(self, session: Session, message: CopiesHang) -> None:
+        """A worker may write into slots until its process ends: its session ends now, and lingers."""
+        raise KvbmError(
+            "copies of this rank hang: slots that it writes stay reserved until its engine has ended"
+        )
 
     def announce(self, lease: Lease) -> None:
         """A lease's blocks arrived or failed: notify its leader and the workers that watch it."""

@@ -15,6 +15,7 @@ import torch
 
 from kvbm.block import BlockKey
 from kvbm.clock import Clock
+from kvbm.errors import CopyHung
 from kvbm.library.hit import Hit
 from kvbm.library.layer_load import LayerLoad
 from kvbm.sglang_integration.device_pages import DevicePages
@@ -156,6 +157,12 @@ class LinkedLoads:
                     yield
         except GeneratorExit as ended:
             counter.fail(index, ended)
+            raise
+        except CopyHung:
+            log.exception(
+                "pages that KVBM loads do not arrive: the device or its driver hangs. The batch is not ended, because "
+                "its pages may still be written; restart the engine"
+            )
             raise
         except Exception as error:
             log.exception("KVBM could not load pages that it had promised: SGLang aborts these requests")

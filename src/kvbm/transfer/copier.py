@@ -11,6 +11,12 @@ import torch
 from kvbm.errors import KvbmError
 from kvbm.transfer.device_cache import DeviceCache
 
+COPY_S_MAX = 120.0
+"""A copy hangs if it has not ended so long after it was begun, or after the end of the copy before it.
+
+In front of it is at most the engine's work up to its mark: a step of 128,000 tokens takes up to a minute on one card.
+A copy itself is of a few GB at most, in half a minute even at 0.1 GB/s. vLLM gives a step 300 s."""
+
 Pairs: TypeAlias = Sequence[tuple[int, int]]
 """(device block, slot) of each copy; no block and no slot twice."""
 
@@ -29,7 +35,8 @@ class Copying(Protocol):
         """Whether all bytes have arrived; never blocks. Raises KvbmError or RuntimeError when copying failed."""
 
     def wait(self) -> None:
-        """Block until `done`, without the GIL. Raises as `done` does."""
+        """Block until `done`, without the GIL. Raises as `done` does, and CopyHung after `COPY_S_MAX`: of the errors
+        this alone leaves something under way."""
 
 
 class Over:

@@ -21,6 +21,10 @@ class PoolBlocks:
         first, self._index = self._index is None, index
         return not first
 
+    @property
+    def block_count(self) -> int:
+        return len(self.pool.blocks) if self.pool is not None else 0
+
     def tag(self, block: int) -> Hashable | None:
         """The block's hash; None while it has none."""
         if self.pool is None:
@@ -53,7 +57,9 @@ class PoolBlocks:
         return True
 
     def unpin(self, blocks: Sequence[int]) -> None:
-        self.pool.free_blocks([self.pool.blocks[block] for block in blocks])
+        """Last blocks first, as vLLM frees a request's: it evicts in that order, and a block is of no use without those
+        before it."""
+        self.pool.free_blocks([self.pool.blocks[block] for block in reversed(blocks)])
 
     def on_device(self, block_hashes: Sequence[Any]) -> int:
         """How many leading blocks of a request are in the prefix cache at this moment; a hint, not a promise.

@@ -99,6 +99,10 @@ class GuardedScheduler:
         """Whether the engine should step on although it has no request."""
         return self._guard.call(False, lambda: self.side.stores_pending)
 
+    def unpins_soon(self) -> bool:
+        """Whether the engine gets blocks back in a moment."""
+        return self._guard.call(False, lambda: self.side.leader.stores.unpins_soon)
+
     def reset(self) -> bool:
         """Forget all blocks; True when KVBM is off, because then none is kept."""
         return self._guard.call(True, self.side.reset)

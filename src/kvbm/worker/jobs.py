@@ -53,6 +53,12 @@ class StoreJob:
         if copying is not None and self.after is not None:
             self.after.hold(copying)
 
+    def wait(self, store: int) -> None:
+        """Wait for the copies of that store, by the engine's thread. Raises as `Copying.wait` does."""
+        copying = self.copies.get(store)
+        if copying is not None:
+            copying.wait()
+
 
 @dataclass(slots=True)
 class ReportJob:

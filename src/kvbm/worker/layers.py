@@ -13,14 +13,14 @@ class LayerGate:
     """One load, layer by layer: the mover opens the gate of each layer, the engine's thread passes through.
 
     The engine's thread sets `abandoned` when it waits for no further layer, and `reported` when it has reported the
-    whole load as failed; the mover sets `over`.
+    whole load as failed; the mover sets `writes` before it begins a copy, and `over`.
     """
 
     def __init__(self, layers: Iterable[str]) -> None:
         self._begun = {layer: threading.Event() for layer in layers}
         self._copies: dict[str, Copying] = {}
         self.over = threading.Event()
-        self.abandoned = False
+        self.abandoned = self.writes = False
         self.reported = False
 
     def open(self, layer: str, copying: Copying) -> None:

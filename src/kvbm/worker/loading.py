@@ -17,8 +17,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvbm.clock import Clock
-from kvbm.errors import DeviceLost
+from kvbm.errors import CopyHung, DeviceLost
 from kvbm.transfer import Copying
+from kvbm.worker.hang_watch import HangWatch
 from kvbm.worker.jobs import FinishedLoad, LoadJob
 
 log = logging.getLogger("kvbm.worker")
@@ -42,11 +43,13 @@ class _Piece(NamedTuple):
     end: int
     copying: Copying
     size: int
+    begun_s: float
 
 
 class Loading:
     """Puts loads that have ended into `finished`. Calls `failed(kind, blocks, error)` for a copy that failed, and asks
-    `usable(job)` whether the memory that a load was promised is still there."""
+    `usable(job)` whether the memory that a load was promised is still there. A load of which a copy hangs is never
+    reported: its blocks may still be written."""
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class Loading:
         self._jobs: deque[LoadJob] = deque()
         self._pieces: deque[_Piece] = deque()
         self._bytes = 0
+        self.watch = HangWatch("load", clock)
 
     def __bool__(self) -> bool:
         return bool(self._jobs)
@@ -116,15 +120,20 @@ class Loading:
         self._settle()
 
     def end_all(self) -> None:
-        """End every load with the blocks that are ready; the rest failed. Waits for the copies."""
-        for job in self._jobs:
-            job.goal = job.ready
-        self._settle()
-        while self._jobs:
+        """End every load with the blocks that are ready; the rest failed. Waits for the copies, but not for those that
+        hang: raises CopyHung, the first time that one does."""
+        self.stop_waiting()
+        while self._jobs and not self.watch.hung:
             while (begins := self._next()) is not None:
                 self._begin_piece(begins)
             self._collect(wait=True)
             self._settle()
+
+    def stop_waiting(self) -> None:
+        """No load waits for further blocks."""
+        for job in self._jobs:
+            job.goal = job.ready
+        self._settle()
 
     # ---- inside
 
@@ -160,8 +169,9 @@ class Loading:
         if intact:
             end = start + intact
             pairs = list(zip(plan.device_blocks[start:end], plan.slots[start:end], strict=True))
-            copying = mapping.copier.begin_load(pairs, after.event)
-            self._put(_Piece(job, start, end, copying, intact * mapping.slot_bytes))
+            with self.watch.calling():
+                copying = mapping.copier.begin_load(pairs, after.event)
+            self._put(job, start, end, copying, intact * mapping.slot_bytes)
 
     def _begin_layers(self, job: LoadJob) -> None:
         """Begin the whole load, one layer after the other, each announced at the gate as its copy begins.
@@ -177,10 +187,14 @@ class Loading:
             if mapping.intact(plan.slots, plan.generations) < len(plan.slots):
                 return
             pairs = list(zip(plan.device_blocks, plan.slots, strict=True))
+            gate.writes = (
+                True  # before the look at what the engine's thread says, which looks the other way round
+            )
             for layer in mapping.layers:
                 if gate.abandoned:
                     break
-                begun.append(mapping.copier.begin_load(pairs, after.event, layer))
+                with self.watch.calling():
+                    begun.append(mapping.copier.begin_load(pairs, after.event, layer))
                 gate.open(layer, begun[-1])
         except Exception as error:
             self._failed("load", len(plan.slots), error)
@@ -188,27 +202,31 @@ class Loading:
         whole = len(begun) == len(mapping.layers)
         for number, copying in enumerate(begun, 1):
             end = len(plan.slots) if whole and number == len(begun) else 0
-            self._put(_Piece(job, 0, end, copying, 0))
+            self._put(job, 0, end, copying, 0)
 
-    def _put(self, piece: _Piece) -> None:
-        piece.job.begun = piece.end
-        piece.job.pieces += 1
-        self._pieces.append(piece)
-        self._bytes += piece.size
+    def _put(self, job: LoadJob, start: int, end: int, copying: Copying, size: int) -> None:
+        job.begun = end
+        job.pieces += 1
+        self._pieces.append(_Piece(job, start, end, copying, size, self._clock()))
+        self._bytes += size
 
     def _collect(self, *, wait: bool) -> bool:
         """End the pieces that are over, in the order in which they were begun; with `wait` the oldest in any case.
-        Whether none is under way."""
+        Whether none is under way. Raises CopyHung, the first time that one hangs."""
         while self._pieces:
             piece = self._pieces[0]
             job = piece.job
             try:
                 if wait:
-                    piece.copying.wait()
+                    with self.watch.waiting():
+                        piece.copying.wait()
                 elif not piece.copying.done():
+                    self.watch.check_oldest(piece.begun_s)
                     return False
                 if not job.broken:
                     self._arrived(piece)
+            except CopyHung:
+                raise
             except Exception as error:
                 if job.broken and not isinstance(error, DeviceLost):
                     log.debug("a copy failed whose result is not used: %s", error)
@@ -217,6 +235,7 @@ class Loading:
                 job.broken = True
             wait = False
             self._pieces.popleft()
+            self.watch.note_end()
             self._bytes -= piece.size
             job.pieces -= 1
         return True

@@ -8,6 +8,7 @@ waits for none, so that stores, loads and fences do not wait for one another.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -18,12 +19,14 @@ from collections.abc import Callable
 from kvbm.client.channel import Channel, readable_among
 from kvbm.client.finder import ManagerFinder
 from kvbm.clock import Clock
-from kvbm.errors import DeviceLost, ManagerRefused, ManagerUnavailable
-from kvbm.protocol import Fence, FenceDone, Hello, Progress, Watch, Welcome
+from kvbm.errors import CopyHung, DeviceLost, ManagerRefused, ManagerUnavailable
+from kvbm.protocol import CopiesHang, Fence, FenceDone, Hello, Progress, Watch, Welcome
+from kvbm.settings import variable
 from kvbm.step_plan import NO_EPOCH, StorePlan
 from kvbm.transfer import Copying
 from kvbm.worker.failures import FailureLog
 from kvbm.worker.fences import Fences
+from kvbm.worker.hang_watch import Watches
 from kvbm.worker.jobs import DrainJob, FinishedLoad, FinishedStore, LoadJob, ReportJob, StoreJob
 from kvbm.worker.loading import Loading
 from kvbm.worker.mapping import Adopted, Earlier, Mapping, Mark
@@ -36,6 +39,7 @@ ADOPT_RETRY_S = 5.0
 LOADING_POLL_S, STORING_POLL_S = 0.001, 0.004
 """While copies are under way, how often it is looked which are over: requests wait for loads, nobody for a store."""
 _RECONNECT_POLL_S = 0.25
+"""Also how often it is looked whether copies that hang have ended after all."""
 _WELCOME_TIMEOUT_S = 10.0
 
 
@@ -44,7 +48,7 @@ class Mover:
 
     Without `start`, the owner of the mover drives it by calling `turn`. `finder` makes the sessions, `make_mapping`
     maps the memory that a session gives. Whatever happens to the manager, every job that is put in is answered: with
-    bytes, or with failed blocks.
+    bytes, or with failed blocks; but not jobs whose copies hang (`hang_watch`).
     """
 
     def __init__(
@@ -63,11 +67,13 @@ class Mover:
         self._inbox: queue.SimpleQueue[StoreJob | LoadJob | DrainJob | ReportJob | None] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._channel: Channel | None = None
+        self._kept_channel: Channel | None = None
+        """A session that the manager has ended, open because copies hang: the manager sees when it is closed."""
         self._mapping: Mapping | None = None
         self._thread_adopted: Mapping | None = None
         self._fences = Fences()
         self._failures = FailureLog()
-        self._stopping = self._stopped = self._device_lost = False
+        self._stopping = self._stopped = self._device_lost = self._gave_up = False
         self._refused = ""
         self._retry_at_s = 0.0
         self.stores: queue.SimpleQueue[FinishedStore] = queue.SimpleQueue()
@@ -75,6 +81,7 @@ class Mover:
         self.reporting = Reporting(reports)
         self._storing = Storing(self.stores, self._copy_failed, clock, self.reporting.store_ended)
         self._loading = Loading(self.loads, self._copy_failed, self._still_there, clock)
+        self.watches = Watches(self._storing.watch, self._loading.watch)
         self.adopted, self._earlier = Adopted(), Earlier(reports)
         self._thread = threading.Thread(target=self._run, name="kvbm-mover", daemon=True)
 
@@ -102,6 +109,8 @@ class Mover:
         """
         if not self._thread.is_alive():
             return True
+        if self.watches.hang or self.watches.is_stuck:
+            return False
         job = DrainJob()
         self.put(job)
         return job.done.wait(timeout_s)
@@ -120,12 +129,17 @@ class Mover:
 
     def _usable(self, after: Mark | None, epoch: int, loads: bool = True) -> Mapping | None:
         """The mapping for a job, unless it was meant for another one."""
-        mapping, earlier = None if self._device_lost else self._mapping, self._earlier.mapping
+        mapping, earlier = None if self._is_off else self._mapping, self._earlier.mapping
         if loads and mapping is not None and earlier is not None and earlier.epoch == epoch:
             mapping = earlier
         if mapping is None or after is None or after.mapping is not mapping or mapping.epoch != epoch:
             return None
         return mapping
+
+    @property
+    def _is_off(self) -> bool:
+        """No copy is begun, and no session either."""
+        return self._device_lost or self._gave_up
 
     def stop(self) -> None:
         """End the thread; jobs that are left fail, and nothing may be put in any more. Twice is no error."""
@@ -160,6 +174,8 @@ class Mover:
             self._turn(wait)
         except ManagerUnavailable as error:
             self._lose_session(str(error))
+        except CopyHung as error:
+            self._give_up(error)
         except Exception as error:
             # A defect of ours must cost a load, never the engine: fail the open jobs, start afresh.
             self._failures.log_failure("mover", error, then="; open loads are recomputed")
@@ -168,6 +184,8 @@ class Mover:
     def _end(self) -> None:
         self._lose_session("worker stops")
         self._failures.close()
+        if self._storing or self._loading.under_way:
+            return  # copies hang, and may use the memory until the process ends, which closes the session
         self._earlier.close()
         if self._mapping is not None:
             self._mapping.close()
@@ -190,6 +208,9 @@ class Mover:
             for fence in self._fences.passed(self._storing.under_way):
                 self._channel.send(FenceDone(fence=fence))
         self.reporting.send(self._channel)
+        if self._kept_channel is not None and not (self._storing or self._loading.under_way):
+            self._kept_channel.close()
+            self._kept_channel = None
         if self._device_lost and self._channel is not None:
             self._lose_session("the device is lost")
 
@@ -197,6 +218,8 @@ class Mover:
         """How long to wait for something to happen."""
         if self._loading.may_begin or self._has_jobs():
             return 0.0  # also jobs whose wake-up a turn took that failed
+        if self._gave_up:
+            return _RECONNECT_POLL_S
         if self._loading.under_way:
             return LOADING_POLL_S
         if self._storing:
@@ -229,7 +252,8 @@ class Mover:
             self._storing.drain()
             self._loading.end_all()
         finally:
-            job.done.set()
+            if not self.watches.hang:
+                job.done.set()
 
     def _store(self, job: StoreJob) -> None:
         try:
@@ -252,9 +276,10 @@ class Mover:
         if mapping.intact(plan.slots, plan.generations) < len(plan.slots):
             return None
         try:
-            return mapping.copier.begin_store(
-                list(zip(plan.device_blocks, plan.slots, strict=True)), after.event
-            )
+            with self._storing.watch.calling():
+                return mapping.copier.begin_store(
+                    list(zip(plan.device_blocks, plan.slots, strict=True)), after.event
+                )
         except Exception as error:
             self._copy_failed("store", len(plan.slots), error)
             return None
@@ -290,7 +315,7 @@ class Mover:
     # ---- the session
 
     def _reconnect(self) -> None:
-        waits = self._device_lost or self._clock() < self._retry_at_s
+        waits = self._is_off or self._clock() < self._retry_at_s
         channel = None if waits else self._finder.attempt()
         if channel is None:
             return
@@ -330,12 +355,32 @@ class Mover:
         The mapping stays until there is a new one: a dead manager overwrites nothing, so blocks that it had
         promised can still be loaded.
         """
-        # To a manager that lives, the end of the session means that nothing writes into its slots any more.
-        self._storing.drain()
+        try:
+            # To a manager that lives, the end of the session means that nothing writes into its slots any more.
+            self._storing.drain()
+            self._loading.end_all()
+        except CopyHung as error:
+            self._give_up(error)
         if self._channel is not None:
             self._channel.close()
             self._channel = None
             if not self._stopping and not self._device_lost:
                 log.warning("manager lost: %s; requests are computed until it is back", reason)
         self._fences.session_ended()
-        self._loading.end_all()
+
+    def _give_up(self, error: CopyHung) -> None:
+        """A copy hangs: nothing is copied any more, and nothing waits for it. The manager ends the session, and the
+        slots of open stores stay reserved until our end of it is closed."""
+        log.error(
+            "KVBM is off in this rank from now on: %s, the device or its driver hangs. Restart the engine; if it "
+            "happens again, set %s=rows",
+            error,
+            variable("cuda_copy"),
+        )
+        self._gave_up = True
+        if self._channel is not None:
+            self._kept_channel, self._channel = self._channel, None
+            with contextlib.suppress(ManagerUnavailable):
+                self._kept_channel.send(CopiesHang())
+        self._fences.session_ended()
+        self._loading.stop_waiting()

@@ -7,14 +7,16 @@ from collections import deque
 from collections.abc import Callable
 
 from kvbm.clock import Clock
+from kvbm.errors import CopyHung
 from kvbm.step_plan import StorePlan
 from kvbm.transfer import Copying
+from kvbm.worker.hang_watch import HangWatch
 from kvbm.worker.jobs import FinishedStore, StoreJob, StoreUnderWay
 
 
 class Storing:
     """Puts stores that have ended into `finished` and tells `ended`. Calls `failed(kind, blocks, error)` for a copy
-    that failed."""
+    that failed. A store whose copy hangs stays under way: its slots may still be written."""
 
     def __init__(
         self,
@@ -28,6 +30,7 @@ class Storing:
         self._failed = failed
         self._clock = clock
         self._under_way: deque[StoreUnderWay] = deque()
+        self.watch = HangWatch("store", clock)
 
     def __bool__(self) -> bool:
         return bool(self._under_way)
@@ -50,24 +53,30 @@ class Storing:
         self._ended(finished)
 
     def collect(self, *, wait: bool = False) -> None:
-        """End the stores whose copies are over, in order; with `wait`, the oldest one in any case."""
+        """End the stores whose copies are over, in order; with `wait`, the oldest one in any case. Raises CopyHung, the
+        first time that one hangs."""
         while self._under_way:
             store = self._under_way[0]
             try:
                 if wait:
-                    store.copying.wait()
+                    with self.watch.waiting():
+                        store.copying.wait()
                 elif not store.copying.done():
+                    self.watch.check_oldest(store.started_s)
                     return
                 # Looked at after the copy: an engine that waited until here has overwritten nothing.
                 copied = not store.job.abandoned
+            except CopyHung:
+                raise
             except Exception as error:
                 self._failed("store", len(store.plan.slots), error)
                 copied = False
             wait = False
             self._under_way.popleft()
+            self.watch.note_end()
             self.end(store.plan, store.started_s, copied=copied)
 
     def drain(self) -> None:
-        """End them all."""
-        while self._under_way:
+        """End them all, but for those that hang. Raises as `collect` does."""
+        while self._under_way and not self.watch.hung:
             self.collect(wait=True)

@@ -11,9 +11,12 @@ from typing import TypeVar
 import msgspec
 
 from kvbm.clock import Clock, nanoseconds, wall_offset_ns
+from kvbm.errors import CopyHung
 from kvbm.protocol import Welcome
+from kvbm.settings import variable
 from kvbm.step_plan import NO_EPOCH, StepPlan, StepReport
 from kvbm.transfer import DeviceCache
+from kvbm.transfer.copier import COPY_S_MAX
 from kvbm.worker.failures import FailureLog
 from kvbm.worker.jobs import FinishedLoad, LoadJob, ReportJob, StoreJob
 from kvbm.worker.layers import LayerGate
@@ -21,10 +24,16 @@ from kvbm.worker.mapping import Mark
 from kvbm.worker.mover import Mover
 
 STORE_TIMEOUT_S = 60.0
-LAYER_TIMEOUT_S = 60.0
+LAYER_TIMEOUT_S = COPY_S_MAX
 ADOPT_WAIT_S = 15.0
 """A manager that has welcomed this rank is in the leader's plans before the rank has mapped its memory."""
 IDLE_WAIT_S = 0.02
+
+_LOADS_HANG = (
+    f"KVBM ends this engine: a load has not ended within {COPY_S_MAX:g} s, the device or its driver hangs, and the "
+    "load may still write to its blocks. Restart the engine; if it happens again, set "
+    f"{variable('cuda_copy')}=rows"
+)
 
 ResultT = TypeVar("ResultT")
 
@@ -58,6 +67,8 @@ class Worker:
         self._mark: Mark | None = None
         self._marked: StepPlan | None = None
         self._storing: dict[int, StoreJob] = {}
+        # Stores that did not begin in time: none is waited for before they have.
+        self._late: StoreJob | None = None
         self._by_layer: list[tuple[LayerGate, LoadJob]] = []
         self._not_begun: list[FinishedLoad] = []
         # Of each load that runs: what `_weights_known` was when it began, and its device blocks.
@@ -101,7 +112,7 @@ class Worker:
         now_s = self._clock()
         for load in plan.loads:
             # The copying thread may be busy joining a manager, and the forward pass would wait for it.
-            unattended = load.layerwise and not self._mover.connected
+            unattended = self._mover.watches.is_stuck or (load.layerwise and not self._mover.connected)
             job = LoadJob(load, self._mark, ready=load.ready, started_s=now_s, last_progress_s=now_s)
             self._open_loads += not load.layerwise
             if unattended or self._weights_unknown:
@@ -168,16 +179,23 @@ class Worker:
     def finished(self, plan: StepPlan) -> list[FinishedLoad]:
         """The loads that ended since the last call; those of this step's forward pass, all of them.
 
-        In an idle step it waits a little for one: the engine has no other work.
+        In an idle step it waits a little for one: the engine has no other work. Raises CopyHung where a load does not
+        end: its blocks may still be written, so that neither its request nor another one can have them.
         """
+        if self._mover.watches.loads_hang:
+            raise CopyHung(_LOADS_HANG)
         done, self._not_begun = self._not_begun, []
         for gate, job in self._by_layer:
             if not gate.over.wait(LAYER_TIMEOUT_S):
                 gate.abandoned = gate.reported = True
+                if gate.writes:
+                    raise CopyHung(_LOADS_HANG)
                 done.append(job.finished(0, self._clock()))
         self._by_layer.clear()
         done += _taken(self._mover.loads)
         pending = self._open_loads - sum(not load.layerwise for load in done)
+        if pending and self._mover.watches.is_stuck:
+            raise CopyHung(_LOADS_HANG)
         if not done and pending and plan.idle:
             try:
                 done.append(self._mover.loads.get(timeout=IDLE_WAIT_S))
@@ -260,14 +278,21 @@ class Worker:
             self._failures.log_failure("asking the device for an event", error)
 
     def _hold(self, job: StoreJob, store: int) -> None:
+        if self._mover.watches.stores_hang:
+            job.abandoned = True  # the device would wait for ever, and it only reads these blocks
+            return
         try:
-            job.hold(store)
-        except RuntimeError as error:
+            if self._mover.watches.stores_are_late:
+                job.wait(store)  # this has a limit; the device would wait for ever
+            else:
+                job.hold(store)
+        except (CopyHung, RuntimeError) as error:
             job.abandoned = True
             self._failures.log_failure("letting the device wait for a store", error)
 
     def _begin_stores(self, plan: StepPlan) -> None:
-        if self._weights_unknown or (self._stores_here and not self._mover.connected):
+        attended = self._mover.connected and not self._mover.watches.is_stuck
+        if self._weights_unknown or (self._stores_here and not attended):
             # Nothing could be committed, and the copying thread may be busy joining a manager. Or what was computed
             # with other weights would be kept under the name of those before.
             self._stored.update({store.store: (1, store.positions, 0.0) for store in plan.stores})
@@ -289,8 +314,9 @@ class Worker:
 
     def _await(self, job: StoreJob) -> bool:
         """Wait until the job's copies were begun; on a CPU they are over then. False when it was abandoned."""
-        if not job.begun.wait(STORE_TIMEOUT_S):
-            job.abandoned = True
+        waits = self._late is None or self._late.begun.is_set()
+        if not job.begun.wait(STORE_TIMEOUT_S if waits else 0.0):
+            job.abandoned, self._late = True, job
         return not job.abandoned
 
 

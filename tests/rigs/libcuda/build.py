@@ -14,7 +14,7 @@ SOURCES = Path(__file__).parent
 FLAGS = ("-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-fvisibility=hidden")
 
 
-def include_directory() -> Path | None:
+def find_headers() -> Path | None:
     """The folder of `cuda.h` in NVIDIA's package of the CUDA 13 runtime; None where that is not installed."""
     nvidia = importlib.util.find_spec("nvidia")
     for root in (nvidia.submodule_search_locations or ()) if nvidia else ():
@@ -24,29 +24,29 @@ def include_directory() -> Path | None:
     return None
 
 
-def missing() -> str:
-    """Why the stand-in cannot be compiled here, and the command that helps; empty where it can."""
+def missing_reason() -> str:
+    """Why the stand-in cannot be compiled here, and the command that mends it; empty where it can be."""
     if reason := system_packages.missing("cc", "/usr/include/stdio.h"):
         return reason
-    if include_directory() is None:
+    if find_headers() is None:
         return "the stand-in for the CUDA driver needs cuda.h (make setup)"
     return ""
 
 
-def build(directory: Path) -> Path:
+def build_library(directory: Path) -> Path:
     """The compiled library, in `directory`, where it is kept for as long as no source of it changes.
 
-    Raises subprocess.CalledProcessError with the compiler's words, for a signature that is not that of `cuda.h` too.
+    Raises subprocess.CalledProcessError where the compiler fails, as for a signature that differs from `cuda.h`.
     """
-    headers = include_directory()
-    assert headers is not None, missing()
+    headers = find_headers()
+    assert headers is not None, missing_reason()
     files = sorted(SOURCES.glob("*.c"))
     digest = hashlib.sha256(repr(FLAGS).encode())
     for file in (*files, SOURCES / "standin.h", headers / "cuda.h"):
         digest.update(file.read_bytes())
     library = directory / f"libcuda-{digest.hexdigest()[:16]}.so"
     if not library.exists():
-        # Several test processes may be here at once: each puts a whole file in its place.
+        # Several test processes may compile at once: each renames a complete file.
         made = directory / f"libcuda-{os.getpid()}.so"
         command = ["cc", *FLAGS, f"-I{headers}", "-o", str(made), *map(str, files), "-lpthread"]
         subprocess.run(command, check=True)

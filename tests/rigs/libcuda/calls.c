@@ -10,8 +10,8 @@
 #include <string.h>
 
 #define NAMES_MAX 64
-#define COMPLAINTS_MAX 64
-#define COMPLAINT_BYTES 200
+#define VIOLATIONS_MAX 64
+#define VIOLATION_BYTES 200
 
 Settings settings;
 pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -19,7 +19,7 @@ pthread_cond_t changed;
 CUresult lost;
 unsigned life;
 
-/* What became of one call so far, and what shall become of it. */
+/* How often one call was made, and which calls of it shall fail. */
 typedef struct {
     char name[48];
     uint64_t calls;
@@ -30,8 +30,8 @@ typedef struct {
 } Call;
 
 static Call calls[NAMES_MAX];
-static char complaints[COMPLAINTS_MAX][COMPLAINT_BYTES];
-static size_t complaint_count;
+static char violations[VIOLATIONS_MAX][VIOLATION_BYTES];
+static size_t violation_count;
 static uint64_t random_state = 1;
 static int the_context; /* its address is the primary context's handle */
 static __thread CUcontext current_context;
@@ -52,12 +52,12 @@ uint64_t random_below(uint64_t bound) {
     return (random_state * 0x2545F4914F6CDD1Dull >> 11) % bound;
 }
 
-/* Something that a real device would not forgive; the test must look. */
-void complain(const char *format, ...) {
+/* Record a use that fails or corrupts memory on a real device. The fixture fails the test for it. */
+void add_violation(const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
-    if (complaint_count < COMPLAINTS_MAX) vsnprintf(complaints[complaint_count], COMPLAINT_BYTES, format, arguments);
-    complaint_count++;
+    if (violation_count < VIOLATIONS_MAX) vsnprintf(violations[violation_count], VIOLATION_BYTES, format, arguments);
+    violation_count++;
     va_end(arguments);
 }
 
@@ -71,8 +71,8 @@ static Call *call_of(const char *name) {
     abort();
 }
 
-/* Count a call, and whether the test wants this one to fail, with the result. */
-bool fails(const char *name, CUresult *result) {
+/* Count a call. Whether this one shall fail, and with which result. */
+bool should_fail(const char *name, CUresult *result) {
     Call *call = call_of(name);
     call->calls++;
     bool now = call->fails_at && call->calls >= call->fails_at && call->calls < call->fails_until;
@@ -91,7 +91,7 @@ bool fails(const char *name, CUresult *result) {
 CUresult enter(const char *function, int needs) {
     CUresult result = CUDA_SUCCESS;
     pthread_mutex_lock(&lock);
-    if (fails(function, &result)) return leave(result);
+    if (should_fail(function, &result)) return leave(result);
     if (lost) return leave(lost);
     if ((needs & NEEDS_CONTEXT) && !current_context) return leave(CUDA_ERROR_INVALID_CONTEXT);
     if ((needs & UNSAFE_IN_CAPTURES) && breaks_captures()) return leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
@@ -175,7 +175,7 @@ EXPORTED CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute,
         *value = settings.can_use_host_pointers;
         return leave(CUDA_SUCCESS);
     default:
-        complain("%s: attribute %d, of which the stand-in knows nothing", __func__, (int)attribute);
+        add_violation("%s: attribute %d is unknown to the stand-in", __func__, (int)attribute);
         return leave(CUDA_ERROR_INVALID_VALUE);
     }
 }
@@ -223,7 +223,7 @@ EXPORTED void standin_reset(uint64_t seed) {
     end_streams();
     forget_registrations();
     memset(calls, 0, sizeof calls);
-    complaint_count = 0;
+    violation_count = 0;
     lost = CUDA_SUCCESS;
     random_state = seed * 2 + 1;
     pthread_mutex_unlock(&lock);
@@ -258,7 +258,7 @@ EXPORTED void standin_fail_by_chance(const char *name, double chance, int result
     pthread_mutex_unlock(&lock);
 }
 
-/* No call of this thread is made to fail: it is the engine's, whose errors are its own. */
+/* No call of this thread is made to fail. */
 EXPORTED void standin_spare_thread(int spared) { is_spared = spared; }
 
 /* How many calls of that name there were; of `piece`, how many pieces were copied. */
@@ -269,11 +269,11 @@ EXPORTED uint64_t standin_call_count(const char *name) {
     return count;
 }
 
-/* How many complaints there are; the one of that index into `text`. */
-EXPORTED uint64_t standin_complaint(uint64_t index, char *text, size_t size) {
+/* How many violations there are; the one of that index into `text`. */
+EXPORTED uint64_t standin_violation(uint64_t index, char *text, size_t size) {
     pthread_mutex_lock(&lock);
-    uint64_t count = complaint_count;
-    snprintf(text, size, "%s", index < count && index < COMPLAINTS_MAX ? complaints[index] : "");
+    uint64_t count = violation_count;
+    snprintf(text, size, "%s", index < count && index < VIOLATIONS_MAX ? violations[index] : "");
     pthread_mutex_unlock(&lock);
     return count;
 }

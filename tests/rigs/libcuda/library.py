@@ -1,4 +1,4 @@
-"""The stand-in for `libcuda.so.1` as a test holds it: what it sets, what it reads, and what complaints there are."""
+"""The stand-in for `libcuda.so.1` as a test uses it: settings, injected errors, and what it has recorded."""
 
 from __future__ import annotations
 
@@ -10,16 +10,11 @@ from typing import Any
 
 import torch
 
-_COMPLAINT_BYTES = 256
+_VIOLATION_BYTES = 256
 
 
-class Settings(ctypes.Structure):
-    """`Settings` of `standin.h`. Times are in seconds.
-
-    Registrations are rounded to pages of `page_bytes`. The pieces of each copy call take from `delay_min_s` to
-    `delay_max_s`, all together. With `copies_are_held` no copy gets further than half of its pieces.
-    `can_use_host_pointers` is CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM.
-    """
+class _Settings(ctypes.Structure):
+    """`Settings` of `standin.h`."""
 
     _fields_ = (
         ("version", c_int),
@@ -40,26 +35,37 @@ class Libcuda:
 
     def __init__(self, path: Path) -> None:
         self.cuda = ctypes.CDLL(str(path))
-        for name in ("standin_registered_bytes", "standin_call_count", "standin_complaint"):
+        for name in ("standin_registered_bytes", "standin_call_count", "standin_violation"):
             getattr(self.cuda, name).restype = c_uint64
         self.reset()
 
     def reset(self, seed: int = 0) -> None:
         """As in a process that has just begun. Work under way is dropped, and handles from before are refused."""
         self.cuda.standin_reset(c_uint64(seed))
-        self._settings = Settings(
-            version=13000, can_use_host_pointers=1, max_pitch=0x7FFFFFFF, page_bytes=4096
-        )
-        self.configure()
+        self._settings = _Settings()
+        self._set(version=13000, can_use_host_pointers=1, max_pitch=0x7FFFFFFF, page_bytes=4096)
 
     # ---- what a test sets
 
-    def configure(self, **settings: float) -> None:
-        """Change some of the `Settings`, from now on."""
-        for name, value in settings.items():
-            assert hasattr(self._settings, name), name
-            setattr(self._settings, name, value)
-        self.cuda.standin_configure(byref(self._settings))
+    def set_version(self, version: int) -> None:
+        """The driver's version, as 12080."""
+        self._set(version=version)
+
+    def set_host_pointer_use(self, can_use: bool) -> None:
+        """CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM."""
+        self._set(can_use_host_pointers=can_use)
+
+    def set_page_bytes(self, page_bytes: int) -> None:
+        """The size of the pages that registrations are rounded to."""
+        self._set(page_bytes=page_bytes)
+
+    def set_delay(self, min_s: float, max_s: float) -> None:
+        """How long each copy call's pieces take, all together, chosen anew for each."""
+        self._set(delay_min_s=min_s, delay_max_s=max_s)
+
+    def hold_copies(self, held: bool = True) -> None:
+        """No copy gets further than half of its pieces, until they are let go."""
+        self._set(copies_are_held=held)
 
     def fail(
         self, name: str, result: int = 1, *, nth: int = 1, times: int = 1, loses_device: bool = False
@@ -76,7 +82,7 @@ class Libcuda:
         self.cuda.standin_fail_by_chance(name.encode(), c_double(chance), c_int(result))
 
     def spare_this_thread(self, spared: bool = True) -> None:
-        """No call of the calling thread is made to fail: it is the engine's, and its errors are not ours to handle."""
+        """No call of the calling thread is made to fail. For the engine's, whose errors KVBM does not handle."""
         self.cuda.standin_spare_thread(c_int(spared))
 
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -97,18 +103,18 @@ class Libcuda:
         return int(self.cuda.standin_registered_bytes())
 
     @property
-    def complaints(self) -> list[str]:
-        """What a real device would not forgive: copies beyond allocations, from memory that is not locked, …"""
-        text = ctypes.create_string_buffer(_COMPLAINT_BYTES)
+    def violations(self) -> list[str]:
+        """Uses that fail or corrupt memory on a real device: copies beyond an allocation, from pageable memory, …"""
+        text = ctypes.create_string_buffer(_VIOLATION_BYTES)
         found, index = [], 0
-        while index < self.cuda.standin_complaint(c_uint64(index), text, c_size_t(_COMPLAINT_BYTES)):
+        while index < self.cuda.standin_violation(c_uint64(index), text, c_size_t(_VIOLATION_BYTES)):
             found.append(text.value.decode())
             index += 1
         return found
 
     # ---- calls of the runtime that torch makes
 
-    def call(self, name: str, *arguments: Any) -> None:
+    def call_runtime(self, name: str, *arguments: Any) -> None:
         """A call with the context made current, as any call of the CUDA runtime does. Raises RuntimeError as torch."""
         context = c_void_p()
         if not self.cuda.cuCtxGetCurrent(byref(context)) and context.value is None:
@@ -117,10 +123,15 @@ class Libcuda:
         result = getattr(self.cuda, name)(*arguments)
         if result:
             raise RuntimeError(
-                f"CUDA error: {self.name_of(result)}\nCUDA kernel errors might be reported later"
+                f"CUDA error: {self.error_name(result)}\nCUDA kernel errors might be reported later"
             )
 
-    def name_of(self, result: int) -> str:
+    def error_name(self, result: int) -> str:
         name = c_char_p()
         self.cuda.cuGetErrorName(c_int(result), byref(name))
         return name.value.decode() if name.value else str(result)
+
+    def _set(self, **settings: float) -> None:
+        for name, value in settings.items():
+            setattr(self._settings, name, value)
+        self.cuda.standin_configure(byref(self._settings))

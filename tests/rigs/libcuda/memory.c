@@ -45,7 +45,7 @@ static Kind kind_of(uint64_t address, size_t size) {
     return NOWHERE;
 }
 
-/* What a test calls device memory: CPU tensors, in their whole length. */
+/* Count ordinary memory, such as a CPU tensor's, as one device allocation. */
 EXPORTED void standin_add_device_memory(uint64_t start, size_t size) {
     pthread_mutex_lock(&lock);
     if (!range_at(start, DEVICE)) add_range(DEVICE, start, size, false);
@@ -129,12 +129,12 @@ EXPORTED CUresult cuMemHostUnregister(void *start) {
     return leave(CUDA_SUCCESS);
 }
 
-/* Whether both ends can be reached now; a complaint if not. */
+/* Whether both ends can be reached now; a violation if not. */
 static bool is_reachable(const char *when, const Piece *piece) {
     Kind target = kind_of(piece->target, piece->size), source = kind_of(piece->source, piece->size);
     bool one_is_device = target == DEVICE || source == DEVICE;
     if (target != NOWHERE && (source != NOWHERE || piece->content) && (one_is_device || piece->content)) return true;
-    complain("%s: %zu bytes from %s to %s", when, piece->size, KIND_NAMES[source], KIND_NAMES[target]);
+    add_violation("%s: %zu bytes from %s to %s", when, piece->size, KIND_NAMES[source], KIND_NAMES[target]);
     return false;
 }
 
@@ -156,7 +156,7 @@ static CUresult begin_copy(const char *function, CUstream handle, Piece *pieces,
     CUresult result = stream ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
     for (size_t index = 0; !result && index < count; index++)
         if (!is_reachable(function, &pieces[index])) result = CUDA_ERROR_INVALID_VALUE;
-    if (!result) return put(stream, (Operation){.kind = COPY, .pieces = pieces, .count = count});
+    if (!result) return enqueue(stream, (Operation){.kind = COPY, .pieces = pieces, .count = count});
     free(pieces);
     return result;
 }
@@ -188,7 +188,7 @@ EXPORTED CUresult cuMemcpy2DAsync(const CUDA_MEMCPY2D *copy, CUstream handle) {
     /* The driver looks up where the whole copy lies: it must not cross allocations, even between rows. */
     if (kind_of(whole.target, (rows - 1) * copy->dstPitch + width) == NOWHERE ||
         kind_of(whole.source, (rows - 1) * copy->srcPitch + width) == NOWHERE) {
-        complain("%s: %zu rows of %zu bytes reach beyond one allocation", __func__, rows, width);
+        add_violation("%s: %zu rows of %zu bytes reach beyond one allocation", __func__, rows, width);
         return leave(CUDA_ERROR_INVALID_VALUE);
     }
     Piece *pieces = malloc(rows * sizeof *pieces);
@@ -197,7 +197,7 @@ EXPORTED CUresult cuMemcpy2DAsync(const CUDA_MEMCPY2D *copy, CUstream handle) {
     return leave(begin_copy(__func__, handle, pieces, rows));
 }
 
-/* A batch that is made to fail has begun a part of its pieces, as nothing in `cuda.h` forbids it. */
+/* A batch that is made to fail has begun a part of its pieces: `cuda.h` does not exclude it. */
 static CUresult fail_batch(CUstream handle, Piece *pieces, size_t count, CUresult result) {
     size_t begun = random_below(count + 1);
     if (begun) begin_copy("cuMemcpyBatchAsync", handle, pieces, begun);
@@ -224,10 +224,10 @@ static CUresult begin_batch(const char *function, CUdeviceptr *targets, CUdevice
         Kind target = kind_of(piece->target, piece->size), source = kind_of(piece->source, piece->size);
         bool by_host_pointer = target == REGISTERED_HOST || source == REGISTERED_HOST;
         if (by_host_pointer && !settings.can_use_host_pointers) {
-            complain("%s: a registered host address where the device cannot use it", function);
+            add_violation("%s: a registered host address where the device cannot use it", function);
             failure = CUDA_ERROR_INVALID_VALUE;
         }
-        if (source == NOWHERE) continue; /* `begin_copy` complains */
+        if (source == NOWHERE) continue; /* `begin_copy` records it */
         if (order == CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL ||
             (order == CU_MEMCPY_SRC_ACCESS_ORDER_ANY && random_below(2)))
             read_piece(piece);
@@ -237,7 +237,7 @@ static CUresult begin_batch(const char *function, CUdeviceptr *targets, CUdevice
         free(pieces);
         return leave(failure);
     }
-    if (fails("batch", &failure)) return leave(fail_batch(handle, pieces, count, failure));
+    if (should_fail("batch", &failure)) return leave(fail_batch(handle, pieces, count, failure));
     return leave(begin_copy(function, handle, pieces, count));
 }
 

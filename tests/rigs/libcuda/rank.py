@@ -1,29 +1,20 @@
-"""A rank on the stand-in for a device: an engine that computes on a stream of its own, and the real worker beside it.
+"""A rank on the stand-in for a device: the real worker beside an engine, and a scheduler that decides at random.
 
-The engine writes and reads blocks in the order of its stream, and steps as a scheduler does that is ahead of the
-device by two steps. Every block's content is one of `PATTERNS` random ones; `expected` says which, block by block, and
-what a read found is compared with it when all is over. The manager is a line that says nothing: the test itself gives
-slots, and takes them away.
+No manager runs: the rig itself gives out slots and takes them back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import time
-from collections import deque
-from ctypes import byref, c_size_t, c_void_p
-from dataclasses import dataclass
-from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
-import torch
+from dataclasses import dataclass, field
 
 from kvbm.layout import BlockLayout
 from kvbm.protocol import PROTOCOL_VERSION, Welcome
 from kvbm.step_plan import LoadPlan, StepPlan, StorePlan
-from kvbm.testing.kv_views import SIZES, Views, block_bytes, separate, stacked
+from kvbm.testing.kv_views import block_bytes
 from kvbm.tiers.host import HostArena
 from kvbm.transfer import DeviceCache
 from kvbm.worker.jobs import FinishedLoad
@@ -31,133 +22,72 @@ from kvbm.worker.mapping import Mapping
 from kvbm.worker.mover import Mover
 from kvbm.worker.worker import Worker
 from rigs.copies_beside import HELLO, Finder, Line
-from rigs.libcuda.library import Libcuda
-from rigs.libcuda.torch_cuda import DEVICE, Event, Stream, TorchCuda
+from rigs.libcuda.engine import BLOCKS, LAYOUTS, PATTERNS, Engine, Read, make_views
+from rigs.libcuda.torch_cuda import DEVICE, TorchCuda
 
-BLOCKS = 24
 SLOTS = 20
-PATTERNS = 64
-STEPS_AHEAD = 2
 DEADLINE_S = 30.0
-ROW_BYTES = SIZES["C"]
-LAYOUTS = ("LBNHC", "BLNHC", "LHBNC", "separate")
-
-Addresses = npt.NDArray[np.uint64]
 
 
-def make_views(layout: str) -> Views:
-    """KV of one byte an element; `separate` is an allocation per layer."""
-    if layout == "separate":
-        return separate((BLOCKS, SIZES["H"], SIZES["N"], SIZES["C"]), torch.uint8)
-    return stacked(layout, torch.uint8, {**SIZES, "B": BLOCKS})
+class Memory:
+    """Host memory in one life of the manager, and which slots hold a block."""
 
+    def __init__(self, epoch: int, shard_bytes: int) -> None:
+        self.epoch = epoch
+        layout = BlockLayout(block_tokens=4, shard_bytes=shard_bytes)
+        self.arena = HostArena(layout, SLOTS, touch_threads=0)
+        self.free = list(range(SLOTS))
+        self.kept: dict[int, int] = {}
+        """Per slot that holds a block: its pattern."""
 
-class Read(NamedTuple):
-    """A read by the engine's stream: where its bytes went, and which pattern they should be."""
-
-    row: int
-    layers: tuple[int, ...]
-    pattern: int
-    what: str
-
-
-class Engine:
-    """The engine's stream, which copies blocks within the device: patterns into blocks, and blocks into a log."""
-
-    def __init__(self, libcuda: Libcuda, views: Views, reads_max: int) -> None:
-        self._libcuda = libcuda
-        self.stream = Stream(libcuda)
-        layers, heads, tokens = len(views), SIZES["H"], SIZES["N"]
-        generator = torch.Generator().manual_seed(1)
-        shape = (PATTERNS, layers, heads, tokens, ROW_BYTES)
-        self.patterns = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-        self._log = torch.zeros((reads_max, *shape[1:]), dtype=torch.uint8)
-        libcuda.own([*views.values(), self.patterns, self._log])
-        self._rows = np.stack(
-            [[_row_addresses(view[block]) for view in views.values()] for block in range(BLOCKS)]
+    def map_arena(self, cache: DeviceCache, method: str) -> Mapping:
+        """As a rank does when it is welcomed."""
+        descriptors = [os.dup(self.arena.region_fds[0]), os.dup(self.arena.generation_fd)]
+        welcome = Welcome(
+            version=PROTOCOL_VERSION,
+            epoch=self.epoch,
+            slot_count=SLOTS,
+            slot_bytes=self.arena.layout.slot_bytes,
         )
-        self._pattern_rows = np.stack([[_row_addresses(part) for part in one] for one in self.patterns])
-        self._log_rows = np.stack([[_row_addresses(part) for part in one] for one in self._log])
-        self._reads: list[Read] = []
-        self._marks: deque[Event] = deque()
-        self._all_layers = tuple(range(layers))
+        return Mapping(welcome, descriptors, cache, method)
 
-    def write(self, block: int, pattern: int) -> None:
-        """Compute a block."""
-        self._copy(self._rows[block], self._pattern_rows[pattern])
+    def read_slot(self, slot: int) -> bytes:
+        """The bytes of a block."""
+        return bytes(self.arena.slot_views(slot)[0][: self.arena.layout.shard_bytes])
 
-    def read(self, block: int, pattern: int, what: str, layers: tuple[int, ...] = ()) -> Read:
-        """Attend to a block, or to some layers of it."""
-        layers = layers or self._all_layers
-        read = Read(len(self._reads), layers, pattern, what)
-        self._reads.append(read)
-        self._copy(self._log_rows[read.row][list(layers)], self._rows[block][list(layers)])
-        return read
+    def evict_slot(self, slot: int) -> None:
+        """Another block may get the slot."""
+        self.kept.pop(slot, None)
+        self.arena.invalidate(slot)
+        self.free.append(slot)
 
-    def discard(self, read: Read) -> None:
-        """Whatever it found: the request that read was ended."""
-        self._reads[read.row] = read._replace(layers=())
-
-    def end_step(self) -> None:
-        """Go no further than `STEPS_AHEAD` steps ahead of the device."""
-        self._marks.append(self.stream.record_event())
-        if len(self._marks) > STEPS_AHEAD:
-            self._marks.popleft().synchronize()
-
-    def wrong_reads(self) -> list[str]:
-        """The reads that found other bytes than they should have, once all are over."""
-        self.stream.synchronize()
-        return [
-            read.what
-            for read in self._reads
-            for layer in read.layers
-            if not torch.equal(self._log[read.row, layer], self.patterns[read.pattern, layer])
-        ]
-
-    def _copy(self, targets: Addresses, sources: Addresses) -> None:
-        """In one call: a kernel, for what matters here."""
-        targets, sources = np.ascontiguousarray(targets.ravel()), np.ascontiguousarray(sources.ravel())
-        sizes = np.full(len(targets), ROW_BYTES, dtype=np.uint64)
-        in_stream_order = np.array([1, 0, 0, 0, 0, 0], dtype=np.int32)
-        self._libcuda.call(
-            "cuMemcpyBatchAsync_v2",
-            *(c_void_p(array.ctypes.data) for array in (targets, sources, sizes)),
-            c_size_t(len(targets)),
-            c_void_p(in_stream_order.ctypes.data),
-            byref(c_size_t(0)),
-            c_size_t(1),
-            c_void_p(self.stream.cuda_stream),
-        )
-
-
-def _row_addresses(part: torch.Tensor) -> Addresses:
-    """The addresses of the rows of a block of one layer, `[heads, tokens, …]`."""
-    return np.array([token.data_ptr() for head in part for token in head], dtype=np.uint64)
+    def overwrite_slot(self, slot: int) -> None:
+        """Evict a block and write other bytes into its slot at once, even while a load reads it."""
+        del self.kept[slot]
+        self.arena.invalidate(slot)
+        self.arena.slot_views(slot)[0][:] = b"\x5a" * self.arena.layout.slot_bytes
 
 
 @dataclass
-class Store:
-    """A store that was not reported yet."""
+class Copies:
+    """A store or a load that was not reported yet. A `released` store's blocks may be overwritten behind it."""
 
+    memory: Memory
     blocks: list[int]
     slots: list[int]
     patterns: list[int]
     released: bool = False
+    reads: list[Read] = field(default_factory=list)
+    overwritten: list[int] = field(default_factory=list)
 
-
-@dataclass
-class Load:
-    """A load that was not reported yet."""
-
-    blocks: list[int]
-    slots: list[int]
-    patterns: list[int]
-    reads: list[Read]
-    taken_away: list[int]
+    @property
+    def triples(self) -> list[tuple[int, int, int]]:
+        """(block, slot, pattern) of each."""
+        return list(zip(self.blocks, self.slots, self.patterns, strict=True))
 
 
 class Rank:
-    """One rank, and the scheduler's decisions for it, all by chance."""
+    """One rank, and the scheduler's random decisions for it."""
 
     def __init__(self, cuda: TorchCuda, seed: int, method: str, steps: int) -> None:
         self.random = random.Random(seed)
@@ -165,38 +95,57 @@ class Rank:
         self._views = make_views(self.random.choice(LAYOUTS))
         self.engine = Engine(cuda.libcuda, self._views, reads_max=40 * steps)
         cuda.set_stream(self.engine.stream)
-        cache = DeviceCache.from_tensors(self._views, BLOCKS)
+        self._cache = cache = DeviceCache.from_tensors(self._views, BLOCKS)
         cache.device = DEVICE
-        self._arena = HostArena(
-            BlockLayout(block_tokens=4, shard_bytes=cache.shard_bytes), SLOTS, touch_threads=0
-        )
-        self.slot_bytes, self._shard_bytes = self._arena.layout.slot_bytes, cache.shard_bytes
-        self._method, self._cache = method, cache
-        self._line = Line()
-        self.mover = Mover(Finder(self._line), HELLO, self._map)  # type: ignore[arg-type]
+        self._method = method
+        self._memories = [Memory(1, cache.shard_bytes)]
+        self._lines = [Line(1)]
+        self._finder = Finder(*self._lines)
+        self.mover = Mover(self._finder, HELLO, self._map)  # type: ignore[arg-type]
         self.worker = Worker(self.mover, cache)
         self.content: dict[int, int] = {}
-        self.kept: dict[int, int] = {}
-        """Per slot that holds a block: its pattern."""
-        self._free_slots = list(range(SLOTS))
-        self._stores: dict[int, Store] = {}
-        self._loads: dict[str, Load] = {}
+        """Per block that the engine has computed, or that was loaded: its pattern."""
+        self._stores: dict[int, Copies] = {}
+        self._loads: dict[str, Copies] = {}
         self._numbers = iter(range(1, 100_000))
         self.stored = self.loaded = self.failed = 0
+        self.layerwise_share = 0.4
+        """Of loads. The engine waits for these in the step that plans them."""
         self.mover.attach(0.0)
         self.mover.start()
 
+    @property
+    def memory(self) -> Memory:
+        """That of the manager's present life."""
+        return self._memories[-1]
+
     def _map(self, welcome: Welcome, fds: list[int]) -> Mapping:
-        descriptors = [os.dup(self._arena.region_fds[0]), os.dup(self._arena.generation_fd)]
-        welcome = Welcome(
-            version=PROTOCOL_VERSION, epoch=welcome.epoch, slot_count=SLOTS, slot_bytes=self.slot_bytes
-        )
-        return Mapping(welcome, descriptors, self._cache, self._method)
+        return self._memories[welcome.epoch - 1].map_arena(self._cache, self._method)
+
+    def restart_manager(self) -> None:
+        """The manager ends, whatever is under way, and comes back with other memory."""
+        self._memories.append(Memory(len(self._memories) + 1, self._cache.shard_bytes))
+        self._lines.append(Line(self.memory.epoch))
+        self._finder.lines.append(self._lines[-1])
+        self._lines[-2].hang_up()
+
+    def await_manager(self) -> None:
+        """Until the present life's memory is mapped."""
+        assert self.mover.adopted.wait(self.memory.epoch, DEADLINE_S)
 
     # ---- a step
 
-    def step(self) -> None:
+    def run_step(self) -> None:
         """What the scheduler decides for one step, and how the rank carries it out."""
+        captures = self.random.random() < 0.2
+        with self.engine.capture_graph() if captures else contextlib.nullcontext():
+            self.begin_step()
+        self.engine.end_step()
+        if self.random.random() < 0.1:
+            self._overwrite_leased_slot()
+
+    def begin_step(self) -> None:
+        """The same without waiting for the device."""
         stores = self._plan_stores()
         released = [number for number, store in self._stores.items() if self._releases(store)]
         loads = self._plan_loads()
@@ -205,34 +154,33 @@ class Rank:
         self.worker.load(plan)
         self._forward(plan)
         self._take_results(plan)
-        self.engine.end_step()
-        if self.random.random() < 0.1:
-            self._take_a_slot_away()
 
     def _plan_stores(self) -> list[StorePlan]:
         plans = []
+        memory = self.memory
         for _ in range(self.random.randrange(3)):
-            open_blocks = {block for store in self._stores.values() for block in store.blocks}
-            ready = [block for block in self.content if block not in open_blocks]
-            count = min(len(ready), len(self._free_slots), self.random.randint(1, 4))
+            being_stored = {block for store in self._stores.values() for block in store.blocks}
+            ready = [block for block in self.content if block not in being_stored]
+            count = min(len(ready), len(memory.free), self.random.randint(1, 4))
             if not count:
                 break
-            blocks = self.random.sample(ready, count)
-            slots = [self._free_slots.pop(self.random.randrange(len(self._free_slots))) for _ in range(count)]
+            self.random.shuffle(memory.free)
+            blocks, slots = self.random.sample(ready, count), [memory.free.pop() for _ in range(count)]
             number = next(self._numbers)
-            self._stores[number] = Store(blocks, slots, [self.content[block] for block in blocks])
+            patterns = [self.content[block] for block in blocks]
+            self._stores[number] = Copies(memory, blocks, slots, patterns)
             plans.append(
                 StorePlan(
                     store=number,
-                    epoch=1,
+                    epoch=memory.epoch,
                     slots=tuple(slots),
-                    generations=self._arena.generations(slots),
+                    generations=memory.arena.generations(slots),
                     device_blocks=tuple(blocks),
                 )
             )
         return plans
 
-    def _releases(self, store: Store) -> bool:
+    def _releases(self, store: Copies) -> bool:
         """A request has ended: its blocks may be given away in this very step."""
         if not store.released and self.random.random() < 0.5:
             store.released = True
@@ -247,30 +195,30 @@ class Rank:
 
     def _plan_loads(self) -> list[LoadPlan]:
         plans = []
+        memory = self.memory
         for _ in range(self.random.randrange(3)):
             writable = self._writable()
-            leased = {slot for load in self._loads.values() for slot in load.slots}
-            slots = [slot for slot in self.kept if slot not in leased]
-            count = min(len(writable), len(slots), self.random.randint(1, 4))
+            leased = {slot for load in self._loads.values() if load.memory is memory for slot in load.slots}
+            found = [slot for slot in memory.kept if slot not in leased]
+            count = min(len(writable), len(found), self.random.randint(1, 4))
             if not count:
                 break
-            blocks, slots = self.random.sample(writable, count), self.random.sample(slots, count)
+            blocks, slots = self.random.sample(writable, count), self.random.sample(found, count)
             name = f"load {next(self._numbers)}"
-            patterns = [self.kept[slot] for slot in slots]
-            self._loads[name] = Load(blocks, slots, patterns, [], [])
+            self._loads[name] = Copies(memory, blocks, slots, [memory.kept[slot] for slot in slots])
             for block in blocks:
                 self.content.pop(block, None)
             plans.append(
                 LoadPlan(
                     request=name,
                     lookup=next(self._numbers),
-                    epoch=1,
+                    epoch=memory.epoch,
                     slots=tuple(slots),
-                    generations=self._arena.generations(slots),
+                    generations=memory.arena.generations(slots),
                     device_blocks=tuple(blocks),
                     offset=0,
                     ready=count,
-                    layerwise=self.random.random() < 0.4,
+                    layerwise=self.random.random() < self.layerwise_share,
                 )
             )
         return plans
@@ -281,15 +229,15 @@ class Rank:
         for number, layer in enumerate(self._cache.layers):
             self.worker.wait_for_layer(layer)
             for name, load in by_layer:
-                block, pattern = self.random.choice(list(zip(load.blocks, load.patterns, strict=True)))
+                block, _, pattern = self.random.choice(load.triples)
                 what = f"{name}, block {block}, {layer}"
-                load.reads.append(self.engine.read(block, pattern, what, (number,)))
+                load.reads.append(self.engine.read_block(block, pattern, what, (number,)))
         for block in self.random.sample(sorted(self.content), min(2, len(self.content))):
-            self.engine.read(block, self.content[block], f"block {block}")
+            self.engine.read_block(block, self.content[block], f"block {block}")
         writable = self._writable()
         for block in self.random.sample(writable, min(3, len(writable))):
             self.content[block] = self.random.randrange(PATTERNS)
-            self.engine.write(block, self.content[block])
+            self.engine.write_block(block, self.content[block])
 
     # ---- results
 
@@ -299,61 +247,57 @@ class Rank:
         report = self.worker.report()
         for number, (_, failed, _) in (report.stored if report else {}).items():
             store = self._stores.pop(number)
-            for position, (slot, pattern) in enumerate(zip(store.slots, store.patterns, strict=True)):
+            for position, (_, slot, pattern) in enumerate(store.triples):
                 if position in failed:
                     self.failed += 1
-                    self._free(slot)
+                    store.memory.evict_slot(slot)
                 else:
                     self.stored += 1
-                    self.kept[slot] = pattern
+                    store.memory.kept[slot] = pattern
 
     def _end_load(self, ended: FinishedLoad) -> None:
         load = self._loads.pop(ended.request)
-        for block, pattern in zip(load.blocks, load.patterns, strict=True):
+        for block, slot, pattern in load.triples:
             if block in ended.failed:
                 self.failed += 1
             else:
                 self.loaded += 1
                 self.content[block] = pattern
-                self.engine.read(block, pattern, f"{ended.request}, block {block}")
+                self.engine.read_block(block, pattern, f"{ended.request}, block {block}")
+            if slot in load.overwritten or self.random.random() < 0.3:
+                load.memory.evict_slot(slot)
         if ended.failed:
             for read in load.reads:
-                self.engine.discard(read)
-        evicted = [slot for slot in load.slots if slot in self.kept and self.random.random() < 0.3]
-        for slot in evicted:
-            del self.kept[slot]
-        for slot in evicted + load.taken_away:
-            self._free(slot)
+                self.engine.discard_read(read)
 
-    def _free(self, slot: int) -> None:
-        self._arena.invalidate(slot)
-        self._free_slots.append(slot)
-
-    def _take_a_slot_away(self) -> None:
-        """As a manager does that gave a lease up: a load out of this slot must not count."""
-        if not self._loads:
-            return
-        load = self.random.choice(list(self._loads.values()))
-        slot = self.random.choice(load.slots)
-        if self.kept.pop(slot, None) is not None:
-            self._arena.invalidate(slot)
-            self._arena.slot_views(slot)[0][:] = b"\x5a" * self.slot_bytes
-            load.taken_away.append(slot)
+    def _overwrite_leased_slot(self) -> None:
+        """A manager may do so once a lease has ended: a load out of this slot must fail."""
+        if self._loads:
+            load = self.random.choice(list(self._loads.values()))
+            slot = self.random.choice(load.slots)
+            if slot in load.memory.kept:
+                load.memory.overwrite_slot(slot)
+                load.overwritten.append(slot)
 
     # ---- the end
 
     def finish(self) -> list[str]:
-        """Wait for all that is open; what was found to be wrong, in blocks and in slots."""
+        """Wait for all that is open; what was found to be wrong, in blocks, in slots and with captures."""
+        self.await_reports()
+        wrong = self.engine.wrong_reads()
+        contents = [self._slot_content(pattern) for pattern in range(PATTERNS)]
+        for memory in self._memories:
+            for slot, pattern in memory.kept.items():
+                if memory.read_slot(slot) != contents[pattern]:
+                    wrong.append(f"slot {slot} of life {memory.epoch}")
+        return wrong + ["a capture was broken"] * self.engine.broken_captures
+
+    def await_reports(self) -> None:
+        """Until nothing is open."""
         deadline_s = time.monotonic() + DEADLINE_S
         while self._stores or self._loads:
             assert time.monotonic() < deadline_s, f"never ended: {self._stores} {self._loads}"
             self._take_results(StepPlan(idle=True))
-        wrong = self.engine.wrong_reads()
-        for slot, pattern in self.kept.items():
-            content = bytes(self._arena.slot_views(slot)[0][: self._shard_bytes])
-            if content != self._slot_content(pattern):
-                wrong.append(f"slot {slot}")
-        return wrong
 
     def _slot_content(self, pattern: int) -> bytes:
         """A slot's bytes, made the slow way, in block 0."""
@@ -365,5 +309,7 @@ class Rank:
         """End the worker, which waits for copies and gives its page locks back."""
         self.worker.close()
         self._cuda.set_stream(None)
-        self._line.close()
-        self._arena.close()
+        for line in self._lines:
+            line.close()
+        for memory in self._memories:
+            memory.arena.close()

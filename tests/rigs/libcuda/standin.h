@@ -57,7 +57,7 @@ struct CUevent_st {
     bool in_capture;
 };
 
-/* What a test sets: `library.Settings`, which explains it. */
+/* What a test sets, by the methods of `library.Libcuda`. */
 typedef struct {
     int version;
     int can_use_host_pointers;
@@ -81,13 +81,13 @@ extern struct CUstream_st *streams;
 
 CUresult enter(const char *function, int needs);
 CUresult leave(CUresult result);
-bool fails(const char *name, CUresult *result);
-void complain(const char *format, ...) __attribute__((format(printf, 1, 2)));
+bool should_fail(const char *name, CUresult *result);
+void add_violation(const char *format, ...) __attribute__((format(printf, 1, 2)));
 uint64_t random_below(uint64_t bound);
 double now_s(void);
 
 CUstream stream_of(CUstream handle);
-CUresult put(CUstream stream, Operation operation);
+CUresult enqueue(CUstream stream, Operation operation);
 void end_streams(void);
 bool breaks_captures(void);
 

@@ -39,7 +39,7 @@ static void run_copy(CUstream stream, Operation *copy) {
             copy->pieces[chosen] = copy->pieces[--left];
             copy->pieces[left] = piece;
             CUresult result;
-            if (fails("piece", &result) || !copy_piece(&piece)) {
+            if (should_fail("piece", &result) || !copy_piece(&piece)) {
                 if (!lost) lost = CUDA_ERROR_ILLEGAL_ADDRESS;
                 pthread_cond_broadcast(&changed);
             }
@@ -49,7 +49,7 @@ static void run_copy(CUstream stream, Operation *copy) {
     free(copy->pieces);
 }
 
-static void run(CUstream stream, Operation *operation) {
+static void run_operation(CUstream stream, Operation *operation) {
     CUevent event = operation->event;
     switch (operation->kind) {
     case COPY:
@@ -67,7 +67,7 @@ static void run(CUstream stream, Operation *operation) {
     }
 }
 
-static void *serve(void *argument) {
+static void *serve_stream(void *argument) {
     CUstream stream = argument;
     pthread_mutex_lock(&lock);
     while (!stream->ending) {
@@ -76,7 +76,7 @@ static void *serve(void *argument) {
             pthread_cond_wait(&changed, &lock);
             continue;
         }
-        run(stream, operation);
+        run_operation(stream, operation);
         stream->first = operation->next; /* only now: a queue that is empty has nothing under way */
         if (!stream->first) stream->last = NULL;
         free(operation);
@@ -90,7 +90,7 @@ static CUresult make_stream(CUstream *made) {
     CUstream stream = calloc(1, sizeof *stream);
     stream->life = life;
     stream->next = streams;
-    if (pthread_create(&stream->thread, NULL, serve, stream)) return CUDA_ERROR_OUT_OF_MEMORY;
+    if (pthread_create(&stream->thread, NULL, serve_stream, stream)) return CUDA_ERROR_OUT_OF_MEMORY;
     *made = streams = stream;
     return CUDA_SUCCESS;
 }
@@ -104,8 +104,8 @@ CUstream stream_of(CUstream handle) {
     return handle->life == life ? handle : NULL;
 }
 
-/* Put work into a stream; while it captures the work goes into a graph, which nobody here launches. */
-CUresult put(CUstream stream, Operation operation) {
+/* Put work into a stream; while the stream captures, the work goes into a graph that is never launched. */
+CUresult enqueue(CUstream stream, Operation operation) {
     if (stream->captures) {
         for (size_t index = 0; index < operation.count; index++) free(operation.pieces[index].content);
         free(operation.pieces);
@@ -197,10 +197,10 @@ EXPORTED CUresult cuStreamWaitEvent(CUstream handle, CUevent event, unsigned int
     if (event->in_capture != stream->captures) {
         /* Outside in: the event is not part of the graph. Inside out: the stream would become part of the capture. */
         stream->capture_is_broken |= stream->captures;
-        if (!stream->captures) complain("%s: a stream is drawn into a capture", __func__);
+        if (!stream->captures) add_violation("%s: a stream is drawn into a capture", __func__);
         return leave(CUDA_ERROR_STREAM_CAPTURE_ISOLATION);
     }
-    return leave(put(stream, (Operation){.kind = WAIT, .event = event, .turn = event->recorded}));
+    return leave(enqueue(stream, (Operation){.kind = WAIT, .event = event, .turn = event->recorded}));
 }
 
 EXPORTED CUresult cuEventCreate(CUevent *made, unsigned int flags) {
@@ -217,7 +217,7 @@ EXPORTED CUresult cuEventRecord(CUevent event, CUstream handle) {
     if (!stream || event->life != life) return leave(CUDA_ERROR_INVALID_HANDLE);
     event->in_capture = stream->captures;
     if (!stream->captures) event->recorded++;
-    return leave(put(stream, (Operation){.kind = RECORD, .event = event, .turn = event->recorded}));
+    return leave(enqueue(stream, (Operation){.kind = RECORD, .event = event, .turn = event->recorded}));
 }
 
 /* An event that was recorded in a capture is never reached: asking for it breaks the capture in any mode. */

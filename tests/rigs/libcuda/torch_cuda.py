@@ -27,18 +27,20 @@ class Event:
 
     def record(self, stream: Stream) -> None:
         if self._handle.value is None:
-            self._libcuda.call("cuEventCreate", byref(self._handle), c_uint(0))
-        self._libcuda.call("cuEventRecord", self._handle, c_void_p(stream.cuda_stream))
+            self._libcuda.call_runtime("cuEventCreate", byref(self._handle), c_uint(0))
+        self._libcuda.call_runtime("cuEventRecord", self._handle, c_void_p(stream.cuda_stream))
 
     def wait(self, stream: Stream) -> None:
         if self._handle.value is not None:
-            self._libcuda.call("cuStreamWaitEvent", c_void_p(stream.cuda_stream), self._handle, c_uint(0))
+            self._libcuda.call_runtime(
+                "cuStreamWaitEvent", c_void_p(stream.cuda_stream), self._handle, c_uint(0)
+            )
 
     def query(self) -> bool:
         if self._handle.value is None:
             return True
         try:
-            self._libcuda.call("cuEventQuery", self._handle)
+            self._libcuda.call_runtime("cuEventQuery", self._handle)
         except RuntimeError as error:
             if "NOT_READY" in str(error):
                 return False
@@ -47,11 +49,11 @@ class Event:
 
     def synchronize(self) -> None:
         if self._handle.value is not None:
-            self._libcuda.call("cuEventSynchronize", self._handle)
+            self._libcuda.call_runtime("cuEventSynchronize", self._handle)
 
     def elapsed_time(self, end: Event) -> float:
         milliseconds = c_float()
-        self._libcuda.call("cuEventElapsedTime_v2", byref(milliseconds), self._handle, end._handle)
+        self._libcuda.call_runtime("cuEventElapsedTime_v2", byref(milliseconds), self._handle, end._handle)
         return milliseconds.value
 
 
@@ -62,7 +64,7 @@ class Stream:
         self._libcuda = libcuda
         made = c_void_p(handle)
         if handle is None:
-            libcuda.call("cuStreamCreateWithPriority", byref(made), c_uint(1), c_int(0))
+            libcuda.call_runtime("cuStreamCreateWithPriority", byref(made), c_uint(1), c_int(0))
         self.cuda_stream = made.value or 0
 
     def record_event(self) -> Event:
@@ -74,7 +76,7 @@ class Stream:
         event.wait(self)
 
     def synchronize(self) -> None:
-        self._libcuda.call("cuStreamSynchronize", c_void_p(self.cuda_stream))
+        self._libcuda.call_runtime("cuStreamSynchronize", c_void_p(self.cuda_stream))
 
 
 class CpuStream(Stream):
@@ -133,9 +135,9 @@ class TorchCuda:
         size = torch.Size([shape] if isinstance(shape, int) else shape)
         start = c_void_p()
         if pin_memory:
-            self.libcuda.call("cuMemHostAlloc", byref(start), c_size_t(size.numel()), c_uint(0))
+            self.libcuda.call_runtime("cuMemHostAlloc", byref(start), c_size_t(size.numel()), c_uint(0))
         else:
-            self.libcuda.call("cuMemAlloc_v2", byref(start), c_size_t(size.numel()))
+            self.libcuda.call_runtime("cuMemAlloc_v2", byref(start), c_size_t(size.numel()))
         assert start.value is not None
         memory = (ctypes.c_uint8 * size.numel()).from_address(start.value)
         # The memory goes with the last tensor on it: they all hold `memory`.
@@ -154,7 +156,7 @@ class _ModuleWith:
         return getattr(self._module, name)
 
 
-def replacements(cuda: TorchCuda) -> dict[str, Any]:
+def make_replacements(cuda: TorchCuda) -> dict[str, Any]:
     """By module of KVBM and the name in it: what lets the real `CudaDriver` and `TorchDevice` run on the stand-in."""
 
     def load(name: str) -> Any:

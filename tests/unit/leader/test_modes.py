@@ -1,4 +1,4 @@
-"""When copies may run: which stores a step releases, loads beside the forward pass, stores at the last moment."""
+"""When copies may run: loads beside the forward pass, stores at the last moment."""
 
 from __future__ import annotations
 
@@ -14,50 +14,6 @@ from kvbm.leader.tracked import Answer, Scheduled
 from kvbm.protocol import Commit, Reserve
 from kvbm.step_plan import LoadPlan, StepReport
 from rigs.leader import TABLE, Bench, ScriptedDevice, keys
-
-# ---- released stores
-
-
-def test_a_store_is_released_when_its_request_ends(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench()
-    bench.add("r")
-    bench.add("s")
-    first, second = bench.store("r"), bench.store("s")
-    assert bench.step({"r": 4, "s": 4}).released == ()
-    bench.leader.finished("r")
-    assert bench.step().released == (first.store,)
-    assert bench.step().released == (), "once: its blocks may be gone already"
-    assert bench.step(preempted=["s"]).released == (second.store,)
-
-
-def test_a_store_that_every_rank_has_reported_is_not_released(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(rank_count=2)
-    bench.add()
-    plan = bench.store()
-    bench.report(plan)
-    bench.leader.finished("r")
-    assert bench.step().released == (plan.store,), "one rank may still copy"
-    bench.report(plan)
-    bench.manager.said()
-    bench.add("s")
-    done = bench.store("s")
-    bench.report(done, ranks=2)
-    bench.leader.finished("s")
-    assert bench.step().released == ()
-
-
-def test_a_store_planned_in_the_last_moment_is_released_with_its_plan(
-    make_bench: Callable[..., Bench],
-) -> None:
-    bench = make_bench()
-    bench.add()
-    bench.step({"r": 4})
-    (reserve,) = bench.manager.said()
-    bench.grant(reserve)
-    bench.leader.finished("r")
-    plan = bench.step()
-    assert [store.store for store in plan.stores] == list(plan.released) == [reserve.store]
-
 
 # ---- layer by layer
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvbm.block import Tier
 from kvbm.hashing import split_keys
-from kvbm.leader.stores import OPEN_STORES_MAX, PLAN_AGE_S_MAX
+from kvbm.leader.stores import OPEN_STORES_MAX, STORE_AGE_S_MAX
 from kvbm.leader.tracked import Answer, Scheduled
 from kvbm.protocol import HELD, REFUSED, Commit, Lookup, Release
 from kvbm.step_plan import LoadPlan, StorePlan
@@ -198,7 +198,7 @@ def test_an_answer_that_is_too_old_is_given_back(bench: Bench) -> None:
     bench.add()
     bench.step({"r": 2})
     (reserve,) = bench.manager.said()
-    bench.clock.advance(PLAN_AGE_S_MAX + 1.0)
+    bench.clock.advance(STORE_AGE_S_MAX + 1.0)
     bench.grant(reserve)
     assert bench.step().stores == ()
     assert bench.manager.said() == [Commit(store=reserve.store, failed=(0, 1))]
@@ -208,7 +208,7 @@ def test_a_question_that_is_never_answered_is_forgotten(bench: Bench) -> None:
     bench.add()
     bench.step({"r": 2})
     (reserve,) = bench.manager.said()
-    bench.clock.advance(PLAN_AGE_S_MAX + 1.0)
+    bench.clock.advance(STORE_AGE_S_MAX + 1.0)
     bench.step()
     assert bench.manager.said() == [Commit(store=reserve.store, failed=(0, 1))]
     bench.grant(reserve)

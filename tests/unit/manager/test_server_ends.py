@@ -14,7 +14,7 @@ from kvbm.manager.disk_side import HEAL_INTERVAL_S
 from kvbm.manager.leases import Lease
 from kvbm.manager.session import Session
 from kvbm.manager.storing import RESERVATION_S
-from kvbm.protocol import Fence, FenceDone, Lookup, Ready, Reset, Watch, Welcome
+from kvbm.protocol import CopiesHang, Fence, FenceDone, Lookup, Ready, Reset, Watch, Welcome
 from kvbm.testing.fake_tier import FakeTier
 from kvbm.testing.oracle import block_bytes
 from rigs.manager import KEYS, Client, ManagerBench, refusal, store
@@ -71,7 +71,12 @@ def _overrun(worker: Client) -> None:
     worker.expect_end()
 
 
-END = pytest.mark.parametrize("end", [_nonsense, _overrun])
+def _hangs(worker: Client) -> None:
+    worker.send(CopiesHang())
+    assert "copies of this rank hang" in refusal(worker)
+
+
+END = pytest.mark.parametrize("end", [_nonsense, _overrun, _hangs])
 
 
 @END

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,3 +55,31 @@ def test_thousands_of_blocks_take_a_few_looks() -> None:
 
 def test_before_the_pool_is_bound_nothing_is_known() -> None:
     assert PoolBlocks().on_device(range(5)) == 0
+
+
+def test_pinned_blocks_stay_found_and_go_last_block_first() -> None:
+    """In vLLM's own pool: what is pinned when its request ends is not handed out, and is found meanwhile."""
+    block_pool = pytest.importorskip("vllm.v1.core.block_pool", reason="vLLM is not installed")
+    pool = block_pool.BlockPool(num_gpu_blocks=6, enable_caching=True, hash_block_size=16)
+    ours = PoolBlocks()
+    assert (ours.block_count, ours.pin([1])) == (0, False)
+    ours.pool = pool
+    assert ours.block_count == 6
+    chain = pool.get_new_blocks(3)
+    request = SimpleNamespace(block_hashes=[bytes([i]) * 32 for i in range(3)])
+    pool.cache_full_blocks(request, chain, 0, 3, block_size=16, kv_cache_group_id=0)
+    numbers = [block.block_id for block in chain]
+    assert ours.pin(numbers)
+    pool.free_blocks(reversed(chain))
+    assert pool.get_num_free_blocks() == 2
+    others = pool.get_new_blocks(2)
+    assert not {block.block_id for block in others} & set(numbers)
+    assert ours.on_device(request.block_hashes) == 3
+    hit = pool.get_cached_block(request.block_hashes[0], [0])
+    assert hit == [chain[0]]
+    pool.touch(hit)
+    ours.unpin(numbers)
+    assert pool.get_num_free_blocks() == 2, "the hit keeps its block"
+    pool.free_blocks(hit)
+    assert [block.block_id for block in pool.get_new_blocks(2)] == [numbers[2], numbers[1]]
+    assert ours.on_device(request.block_hashes) == 1

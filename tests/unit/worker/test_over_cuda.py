@@ -1,8 +1,8 @@
-"""The real worker, mover, copier, page locks and staging over the stand-in for a CUDA driver, by chance.
+"""The real worker, mover, copier, page locks and staging on the stand-in for a CUDA driver, at random.
 
-An engine writes, stores, releases, loads and reads blocks in any order, while copies end late and calls fail. Whatever
-it reads, and whatever slots hold in the end, must be what was written: see `rigs.libcuda.rank`. The controls take one
-of the orders out, each of which must show.
+An engine writes, stores, releases, loads and reads blocks in any order, while copies end late and calls fail. All that
+it reads, and all that slots hold in the end, must be what was written (`rigs.libcuda.rank`). Each control takes one
+guarantee out, and must find wrong bytes.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="the worker copies torch tensors; torch is not installed")
-
 from kvbm.transfer.cuda import page_lock, staging
 from kvbm.transfer.cuda.copier import CudaCopier, CudaCopying
 from kvbm.transfer.cuda.device import TorchStream
 from kvbm.transfer.cuda.driver import CudaDriver
-from rigs.libcuda.rank import Rank
+from kvbm.worker.mapping import Mapping
+from rigs.libcuda.rank import DEADLINE_S, Rank
 from rigs.libcuda.torch_cuda import TorchCuda
 
 STEPS = 60
-SEEDS = range(4)
+SEEDS = range(3)
 METHODS = ("batch", "rows")
 DELAY_S = 0.002
 PAGE = 4096
@@ -40,11 +39,13 @@ def device(torch_cuda: TorchCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[T
     torch_cuda.libcuda.spare_this_thread(False)
 
 
-def run(device: TorchCuda, seed: int, method: str, *, errors: bool = False) -> tuple[Rank, list[str]]:
+def run(
+    device: TorchCuda, seed: int, method: str, *, errors: bool = False, restarts: bool = False
+) -> tuple[Rank, list[str]]:
     """Some steps of a rank; what was wrong."""
     libcuda = device.libcuda
     libcuda.reset(seed)
-    libcuda.configure(delay_max_s=DELAY_S)
+    libcuda.set_delay(0.0, DELAY_S)
     chosen = random.Random(seed)
     if errors and seed % 2:
         libcuda.fail("cuMemHostRegister", 2, nth=chosen.randint(1, 4), times=1000)
@@ -53,7 +54,11 @@ def run(device: TorchCuda, seed: int, method: str, *, errors: bool = False) -> t
         for step in range(STEPS):
             if errors and step % 4 == 0:
                 libcuda.fail(chosen.choice(FAILING), chosen.choice((1, 2)), nth=chosen.randint(1, 3))
-            rank.step()
+            if restarts and step in (STEPS // 4, STEPS // 2):
+                rank.restart_manager()
+            if restarts and step in (STEPS // 4 + 5, STEPS // 2 + 5):
+                rank.await_manager()
+            rank.run_step()
         wrong = rank.finish()
     finally:
         rank.close()
@@ -80,12 +85,57 @@ def test_late_copies_and_errors(device: TorchCuda, seed: int, method: str) -> No
     assert rank.loaded > STEPS / 4
 
 
-def nothing(*arguments: Any) -> None:
+@pytest.mark.parametrize("seed", SEEDS)
+def test_late_copies_while_the_manager_comes_and_goes(device: TorchCuda, seed: int) -> None:
+    rank, wrong = run(device, seed, "batch", restarts=True)
+    assert wrong == []
+    assert rank.memory.epoch == 3
+    assert rank.memory.kept
+
+
+def test_an_engine_is_never_held_up_by_a_copy_that_never_ends(device: TorchCuda) -> None:
+    """Its stream is, and whoever waits for that; its thread goes on planning."""
+    rank = Rank(device, 0, "batch", STEPS)
+    try:
+        for _ in range(10):
+            rank.run_step()
+        rank.await_reports()
+        rank.layerwise_share = 0.0
+        device.libcuda.hold_copies()
+        for _ in range(5):
+            rank.begin_step()
+        assert not rank.worker.quiesce(0.01)
+        device.libcuda.hold_copies(False)
+        assert rank.worker.quiesce(DEADLINE_S)
+        assert rank.finish() == []
+    finally:
+        device.libcuda.hold_copies(False)
+        rank.close()
+
+
+def test_a_device_that_is_lost(device: TorchCuda, caplog: pytest.LogCaptureFixture) -> None:
+    """The engine's next call says so. All that is open ends, and nothing hangs."""
+    rank = Rank(device, 0, "batch", STEPS)
+
+    def go_on() -> None:
+        while True:
+            rank.run_step()
+
+    try:
+        for _ in range(20):
+            rank.run_step()
+        device.libcuda.fail("piece", 700)
+        with pytest.raises(RuntimeError, match="ILLEGAL_ADDRESS"):
+            go_on()
+        rank.engine.lost = True
+        rank.await_reports()
+    finally:
+        rank.close()
+    assert not any(record.levelname == "ERROR" and record.exc_info for record in caplog.records)
+
+
+def do_nothing(*arguments: Any) -> None:
     """In place of what orders copies."""
-
-
-def always(*arguments: Any) -> bool:
-    return True
 
 
 def read_early_always(self: CudaDriver, *arguments: Any, read_early: bool) -> None:
@@ -95,10 +145,16 @@ def read_early_always(self: CudaDriver, *arguments: Any, read_early: bool) -> No
 copy_batch = CudaDriver.copy_batch
 
 FAULTS = {
-    "the engine waits for no copy": (CudaCopier, "hold", nothing),
-    "copies wait for no mark": (TorchStream, "wait", nothing),
-    "copies are over when they begin": (CudaCopying, "done", always),
+    "the engine waits for no copy": (CudaCopier, "hold", do_nothing),
+    "copies wait for no mark": (TorchStream, "wait", do_nothing),
+    "copies are over when they begin": (CudaCopying, "done", lambda self: True),
     "stores are read early": (CudaDriver, "copy_batch", read_early_always),
+    "slots are not looked at again": (Mapping, "intact", lambda self, slots, generations: len(slots)),
+    "threads disturb captures": (
+        CudaDriver,
+        "adopt_thread",
+        lambda self, device: self._bind_context(device),
+    ),
 }
 
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 
-from kvbm.errors import DeviceLost
+from kvbm.errors import CopyHung, DeviceLost
 from kvbm.numa import keep_thread_on
-from kvbm.transfer.copier import Copying, DeviceEvent, Pairs, assert_arena, checked
+from kvbm.transfer.copier import COPY_S_MAX, Copying, DeviceEvent, Pairs, assert_arena, checked
 from kvbm.transfer.cuda.choice import AUTO, Choice, choose
 from kvbm.transfer.cuda.device import LOAD_PRIORITY, STORE_PRIORITY, Device, Stream, TorchDevice, first_line
 from kvbm.transfer.cuda.driver import CudaDriver, CudaError, Driver
@@ -30,8 +31,7 @@ from kvbm.transfer.device_cache import DeviceCache
 
 _log = logging.getLogger(__name__)
 
-HOLD_S_MAX = 60.0
-"""So long the engine's thread waits for copies that its stream cannot wait for."""
+_POLL_S = 0.0002
 
 
 class CudaCopying(NamedTuple):
@@ -57,14 +57,14 @@ class CudaCopying(NamedTuple):
         return True
 
     def wait(self) -> None:
+        until_s = time.monotonic() + COPY_S_MAX
         if self.staged is not None:
-            futures.wait([self.staged])
-        try:
-            if self.event is not None:
-                self.event.synchronize()
-        except RuntimeError as error:
-            raise DeviceLost(first_line(error)) from error
-        _raise_of(self.staged)
+            futures.wait([self.staged], COPY_S_MAX)
+        # An event cannot be waited for with a limit.
+        while not self.done():
+            if time.monotonic() > until_s:
+                raise CopyHung(f"copies have not ended within {COPY_S_MAX:g} s")
+            time.sleep(_POLL_S)
 
 
 class CudaCopier:
@@ -141,12 +141,12 @@ class CudaCopier:
     def hold(self, copying: Copying) -> None:
         """The calling thread's current stream waits; the thread waits for copies of slots that are not locked.
 
-        Raises RuntimeError where these take longer than `HOLD_S_MAX`.
+        Raises CopyHung where these take longer than `COPY_S_MAX`.
         """
         assert isinstance(copying, CudaCopying), copying
         # There is no event yet that the device could wait for. What became of it, its own waiters hear.
-        if copying.staged is not None and futures.wait([copying.staged], HOLD_S_MAX).not_done:
-            raise RuntimeError(f"copies of slots that are not page-locked take over {HOLD_S_MAX:g} s")
+        if copying.staged is not None and futures.wait([copying.staged], COPY_S_MAX).not_done:
+            raise CopyHung(f"copies of slots that are not page-locked have not ended within {COPY_S_MAX:g} s")
         if copying.event is not None:
             self._device.hold(copying.event)
 
@@ -172,7 +172,7 @@ class CudaCopier:
         self.begin_load(pairs, after).wait()
 
     def close(self) -> None:
-        """Wait for copies under way and unlock the arena's pages. Idempotent."""
+        """Wait for copies under way and unlock the arena's pages. Idempotent. Raises CopyHung, and unlocks nothing."""
         if self._closed:
             return
         self._closed = True
@@ -183,7 +183,7 @@ class CudaCopier:
                 relaxed.enter_context(self._device.active())
                 relaxed.enter_context(self._driver.beside_captures(self._device.index))
                 for stream in (self._store_stream, self._load_stream):
-                    stream.record().synchronize()
+                    CudaCopying(stream.record()).wait()
             except (CudaError, RuntimeError) as error:
                 # Nothing but a lost device fails here; the process's end unlocks what the driver no longer can.
                 _log.warning("waiting for copies under way: %s", first_line(error))
@@ -211,10 +211,13 @@ class CudaCopier:
                 if unlocked:
                     staged = self._staging.begin(pieces, unlocked, after, to_device=to_device)
             except BaseException as error:
-                # Some copies may be under way: the caller frees their memory as soon as it gets the error.
-                drain(stream)
+                # Some copies may be under way: the caller frees their memory as soon as it gets the error. An error of
+                # torch's does not say whether the device is lost, but then the stream cannot be waited for either.
+                drained = drain(stream)
                 if isinstance(error, CudaError) and error.lost:
                     raise DeviceLost(str(error)) from error
+                if not drained and isinstance(error, Exception):
+                    raise DeviceLost(first_line(error)) from error
                 raise
         return CudaCopying(event, staged)
 

@@ -8,13 +8,14 @@ copies of the first seconds; where the driver refuses to lock, they are all that
 from __future__ import annotations
 
 import logging
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 
-from kvbm.errors import KvbmError
-from kvbm.transfer.copier import DeviceEvent, Pairs
+from kvbm.errors import CopyHung, DeviceLost, KvbmError
+from kvbm.transfer.copier import COPY_S_MAX, DeviceEvent, Pairs
 from kvbm.transfer.cuda.choice import Method
 from kvbm.transfer.cuda.device import LOAD_PRIORITY, STORE_PRIORITY, Device, Stream, first_line
 from kvbm.transfer.cuda.driver import CudaError, Driver
@@ -46,9 +47,10 @@ class Staging:
         self._arena = arena
         self._device = device
         self._method = method
+        self._latest: dict[bool, Future[None]] = {}
         self._sides = {
             to_device: _Side(
-                ThreadPoolExecutor(1, f"kvbm-staged-{name}", driver.adopt_thread, (device.index,)),
+                _start_thread(driver, device, f"kvbm-staged-{name}"),
                 device.new_stream(priority),
                 _pinned(device, rows, row_bytes),
             )
@@ -61,10 +63,14 @@ class Staging:
     def begin(self, pieces: Pieces, pairs: Pairs, after: DeviceEvent, *, to_device: bool) -> Future[None]:
         """Have the pairs copied behind `after`. What it raises, copies raise; nothing is under way then."""
         side = self._sides[to_device]
-        return side.thread.submit(self._copy, pieces, pairs, after, side, to_device)
+        copying = side.thread.submit(self._copy, pieces, pairs, after, side, to_device)
+        self._latest[to_device] = copying
+        return copying
 
     def close(self) -> None:
-        """Wait for copies under way. Idempotent."""
+        """Wait for copies under way, and end the threads. Raises CopyHung."""
+        if futures.wait(self._latest.values(), COPY_S_MAX).not_done:
+            raise CopyHung(f"copies of slots that are not page-locked have not ended within {COPY_S_MAX:g} s")
         for side in self._sides.values():
             side.thread.shutdown(wait=True)
 
@@ -87,9 +93,17 @@ class Staging:
                     stream.record().synchronize()
                     if not to_device:
                         torch._foreach_copy_(slots, staged)
-            except BaseException:
-                drain(stream)
+            except BaseException as error:
+                if not drain(stream) and isinstance(error, Exception):
+                    raise DeviceLost(first_line(error)) from error
                 raise
+
+
+def _start_thread(driver: Driver, device: Device, name: str) -> ThreadPoolExecutor:
+    """A thread that copies, adopted while the device is known to work: later a lost one would break the executor."""
+    thread = ThreadPoolExecutor(1, name)
+    thread.submit(driver.adopt_thread, device.index).result()
+    return thread
 
 
 def _pinned(device: Device, rows: int, row_bytes: int) -> torch.Tensor:
@@ -100,10 +114,12 @@ def _pinned(device: Device, rows: int, row_bytes: int) -> torch.Tensor:
         raise KvbmError(f"page-locking a buffer of {size} bytes for copies: {first_line(error)}") from error
 
 
-def drain(stream: Stream) -> None:
-    """Wait until nothing is under way on the stream."""
+def drain(stream: Stream) -> bool:
+    """Wait until nothing is under way on the stream; False where the device is lost, and nothing moves any more."""
     try:
         stream.record().synchronize()
     except (CudaError, RuntimeError) as error:
-        # The device is lost: nothing moves any more, and the error that led here says more.
+        # The error that led here says more.
         _log.debug("waiting for copies that were begun: %s", first_line(error))
+        return False
+    return True

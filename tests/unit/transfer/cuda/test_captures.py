@@ -100,7 +100,7 @@ def test_a_thread_that_was_not_adopted_would_end_it() -> None:
     model = Model()
     bench = new_bench(model).prepared()
     model.capturing = True
-    with pytest.raises(AssertionError, match="cudaEventSynchronize by kvbm-mover ends the engine's capture"):
+    with pytest.raises(AssertionError, match="cudaEventQuery by kvbm-mover ends the engine's capture"):
         on_another_thread(lambda: bench.copier.begin_store([(0, 0)]).wait())
     model.complaints.clear()
     model.capturing = False

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvbm import numa
-from kvbm.errors import DeviceLost, KvbmError
+from kvbm.errors import CopyHung, DeviceLost, KvbmError
 from kvbm.testing.kv_views import SLOTS, scramble, separate
 from kvbm.transfer import arena_tensor
 from kvbm.transfer.cuda import copier as cuda
@@ -128,18 +128,41 @@ def test_when_copies_through_the_buffer_fail_the_others_are_over_before_it_is_to
 
 
 def test_the_engine_waits_for_the_buffer_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "HOLD_S_MAX", 0.0)
+    monkeypatch.setattr(cuda, "COPY_S_MAX", 0.0)
     model = Model()
     model.refuse_locks_from = 0
     bench = new_bench(model).prepared()
     gate = model.hold_up()
     staged = bench.copier.begin_store([(0, 0)], bench.copier.mark())
-    with pytest.raises(RuntimeError, match="not page-locked take over 0 s"):
+    with pytest.raises(CopyHung, match="not page-locked have not ended within 0 s"):
         bench.copier.hold(staged)
+    monkeypatch.undo()
     gate.set()
     staged.wait()
     bench.copier.hold(staged)
     bench.close()
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_a_copy_that_does_not_end_is_waited_for_for_a_bounded_time(
+    monkeypatch: pytest.MonkeyPatch, locked: bool
+) -> None:
+    """Neither a wait nor the end of the copier waits longer; what is under way is not taken for ended."""
+    model = Model()
+    model.refuse_locks_from = None if locked else 0
+    bench = new_bench(model).prepared()
+    gate = model.hold_up()
+    store = bench.copier.begin_store([(0, 0)], bench.copier.mark())
+    monkeypatch.setattr(cuda, "COPY_S_MAX", 0.0)
+    monkeypatch.setattr(staging, "COPY_S_MAX", 0.0)
+    with pytest.raises(CopyHung, match="have not ended within 0 s"):
+        store.wait()
+    with pytest.raises(CopyHung, match="have not ended within 0 s"):
+        bench.copier.close()
+    assert bench.copier.locks.locked_slots == (SLOTS if locked else 0), "the device may still use these pages"
+    monkeypatch.undo()
+    gate.set()
+    store.wait()
 
 
 def test_layers_are_loaded_through_the_buffer_too() -> None:

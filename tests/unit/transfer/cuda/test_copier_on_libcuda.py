@@ -68,7 +68,7 @@ def make(libcuda: Libcuda) -> Iterator[Callable[..., Bench]]:
 def test_nothing_is_locked_where_its_host_address_could_not_be_used(
     libcuda: Libcuda, make: Callable[..., Bench], method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    libcuda.configure(can_use_host_pointers=False)
+    libcuda.set_host_pointer_use(False)
     bench = make(method)
     assert bench.copier.prepared(DEADLINE_S)
     bench.check_copies()
@@ -85,7 +85,7 @@ def test_slots_that_share_pages_of_64_kib_are_all_locked(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    libcuda.configure(page_bytes=16 * PAGE)
+    libcuda.set_page_bytes(16 * PAGE)
     monkeypatch.setattr(pages, "MEMORY_PAGE_BYTES", 16 * PAGE)
     monkeypatch.setattr(page_lock, "PIECE_BYTES", 14 * PAGE)
     bench = make(slot_bytes=slot_pages * PAGE)

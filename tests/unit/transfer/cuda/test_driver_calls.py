@@ -62,7 +62,7 @@ def sizes(count: int = PIECES) -> Addresses:
 @pytest.mark.parametrize("version", [12080, 13000])
 @pytest.mark.parametrize("read_early", [False, True])
 def test_a_batch_in_both_directions(libcuda: Libcuda, version: int, read_early: bool) -> None:
-    libcuda.configure(version=version)
+    libcuda.set_version(version)
     driver = CudaDriver()
     driver.adopt_thread(0)
     assert (driver.version, driver.has_batch) == (version, True)
@@ -87,7 +87,7 @@ def test_a_batch_in_both_directions(libcuda: Libcuda, version: int, read_early: 
 
 
 def test_a_driver_before_12_8_has_no_batches(libcuda: Libcuda) -> None:
-    libcuda.configure(version=12070)
+    libcuda.set_version(12070)
     assert not CudaDriver().has_batch
 
 
@@ -95,7 +95,7 @@ def test_a_source_may_be_read_early_if_that_is_asked_for(
     libcuda: Libcuda, driver: CudaDriver, memory: Memory, stream: Stream
 ) -> None:
     """A store that did so would read blocks that the engine is still writing."""
-    libcuda.configure(copies_are_held=True)
+    libcuda.hold_copies()
     for read_early in (False, True):
         memory.device.fill_(1)
         # Of two pieces one is held, and so is all that lies behind it.
@@ -110,11 +110,11 @@ def test_a_source_may_be_read_early_if_that_is_asked_for(
             rows_of(memory.host), rows_of(memory.device), sizes(), stream.cuda_stream, read_early=read_early
         )
         memory.device.fill_(2)
-        libcuda.configure(copies_are_held=False)
+        libcuda.hold_copies(False)
         stream.synchronize()
         assert (memory.host == 1).any().item() == read_early
         assert (memory.host == 2).any()
-        libcuda.configure(copies_are_held=True)
+        libcuda.hold_copies()
 
 
 def test_one_copy(driver: CudaDriver, memory: Memory, stream: Stream) -> None:
@@ -153,7 +153,7 @@ def test_pages_are_locked_once_each(libcuda: Libcuda, driver: CudaDriver) -> Non
 def test_pieces_that_share_a_page_of_64_kib_cannot_both_be_locked(
     libcuda: Libcuda, driver: CudaDriver
 ) -> None:
-    libcuda.configure(page_bytes=64 << 10)
+    libcuda.set_page_bytes(64 << 10)
     mapped = mmap.mmap(-1, 256 << 10)
     start = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
     aligned = -(-start // (64 << 10)) * (64 << 10)
@@ -165,7 +165,7 @@ def test_pieces_that_share_a_page_of_64_kib_cannot_both_be_locked(
 
 def test_what_the_device_can_do(libcuda: Libcuda, driver: CudaDriver) -> None:
     assert driver.can_use_host_pointers(0)
-    libcuda.configure(can_use_host_pointers=False)
+    libcuda.set_host_pointer_use(False)
     assert not driver.can_use_host_pointers(0)
     assert driver.pci_bus_id(0) == "0000:3b:00.0"
     with pytest.raises(CudaError, match="INVALID_DEVICE"):
@@ -212,7 +212,7 @@ def test_calls_beside_a_capture(libcuda: Libcuda, driver: CudaDriver, memory: Me
         driver.unlock_pages(page)
 
     def lock_carelessly() -> None:
-        libcuda.call("cuCtxGetCurrent", byref(c_void_p()))  # any call of torch's binds the context
+        libcuda.call_runtime("cuCtxGetCurrent", byref(c_void_p()))  # any call of torch's binds the context
         lock()
 
     def lock_in_block() -> None:
@@ -225,22 +225,22 @@ def test_calls_beside_a_capture(libcuda: Libcuda, driver: CudaDriver, memory: Me
 
     results = []
     for locking in (lock_in_block, lock_adopted, lock_carelessly):
-        libcuda.call("cuStreamBeginCapture_v2", c_void_p(stream.cuda_stream), c_int(mode))
+        libcuda.call_runtime("cuStreamBeginCapture_v2", c_void_p(stream.cuda_stream), c_int(mode))
         failed = run_in_thread(locking)
         ended = libcuda.cuda.cuStreamEndCapture(c_void_p(stream.cuda_stream), byref(graph))
-        results.append((getattr(failed, "result", 0), libcuda.name_of(ended)))
+        results.append((getattr(failed, "result", 0), libcuda.error_name(ended)))
     broken = (900, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED")
     assert results == [(0, "CUDA_SUCCESS")] * 2 + [broken if mode == 0 else (0, "CUDA_SUCCESS")]
 
 
 def test_a_copy_that_never_ends(libcuda: Libcuda, driver: CudaDriver, memory: Memory, stream: Stream) -> None:
-    libcuda.configure(copies_are_held=True)
+    libcuda.hold_copies()
     driver.copy_batch(
         rows_of(memory.host), rows_of(memory.device), sizes(), stream.cuda_stream, read_early=False
     )
     event = stream.record_event()
     assert not event.query()
-    libcuda.configure(copies_are_held=False)
+    libcuda.hold_copies(False)
     event.synchronize()
     assert event.query()
     assert torch.equal(memory.host, memory.device)
@@ -248,14 +248,14 @@ def test_a_copy_that_never_ends(libcuda: Libcuda, driver: CudaDriver, memory: Me
 
 def test_a_stream_waits_for_an_event_of_another(libcuda: Libcuda, driver: CudaDriver, memory: Memory) -> None:
     first, second = Stream(libcuda), Stream(libcuda)
-    libcuda.configure(copies_are_held=True)
+    libcuda.hold_copies()
     begun: Event = first.record_event()
     begun.synchronize()
     everything = rows_of(memory.host), rows_of(memory.device), sizes()
     driver.copy_batch(*everything, first.cuda_stream, read_early=False)
     second.wait_event(first.record_event())
     behind = second.record_event()
-    libcuda.configure(copies_are_held=False)
+    libcuda.hold_copies(False)
     behind.synchronize()
     assert torch.equal(memory.host, memory.device)
     assert begun.elapsed_time(behind) >= 0.0
@@ -294,11 +294,11 @@ def test_a_device_that_is_lost_stays_lost(
 class TestWhatTheRigSees:
     """Each of these is a defect of the caller's, and must not pass as a copy."""
 
-    def spoil(self, libcuda: Libcuda, call: Callable[[], object], complaint: str) -> None:
+    def spoil(self, libcuda: Libcuda, call: Callable[[], object], violation: str) -> None:
         with pytest.raises(CudaError, match="INVALID_VALUE"):
             call()
-        (said,) = libcuda.complaints
-        assert complaint in said
+        (found,) = libcuda.violations
+        assert violation in found
         libcuda.reset()
 
     def test_host_memory_that_is_not_locked(
@@ -336,7 +336,7 @@ class TestWhatTheRigSees:
     def test_a_registered_address_that_the_device_cannot_use(
         self, libcuda: Libcuda, driver: CudaDriver, memory: Memory, stream: Stream
     ) -> None:
-        libcuda.configure(can_use_host_pointers=False)
+        libcuda.set_host_pointer_use(False)
         arrays = rows_of(memory.host, [0]), rows_of(memory.device, [0]), sizes(1)
         self.spoil(
             libcuda,
@@ -347,13 +347,13 @@ class TestWhatTheRigSees:
     def test_pages_that_are_unlocked_under_a_copy(
         self, libcuda: Libcuda, driver: CudaDriver, memory: Memory, stream: Stream
     ) -> None:
-        libcuda.configure(copies_are_held=True)
+        libcuda.hold_copies()
         arrays = rows_of(memory.host), rows_of(memory.device), sizes()
         driver.copy_batch(*arrays, stream.cuda_stream, read_early=False)
         driver.unlock_pages(memory.host.data_ptr())
-        libcuda.configure(copies_are_held=False)
+        libcuda.hold_copies(False)
         with pytest.raises(RuntimeError, match="ILLEGAL_ADDRESS"):
             stream.synchronize()
-        (said,) = libcuda.complaints
-        assert said.startswith("while copying")
+        (found,) = libcuda.violations
+        assert found.startswith("while copying")
         libcuda.reset()
