@@ -176,6 +176,7 @@ class CudaCopier:
         if self._closed:
             return
         self._closed = True
+        self._locks.stop()  # also where a copy hangs
         lost = False
         self._staging.close()
         with contextlib.ExitStack() as relaxed:

@@ -92,10 +92,14 @@ class PageLocks:
             self.settled.set()
             self._ended.set()
 
-    def close(self, unlock: bool = True) -> None:
-        """Stop locking, and unlock unless the device is lost. Waits for `run` to end."""
+    def stop(self) -> None:
+        """Lock no further piece; `run` ends."""
         self._closing.set()
         self._begun.set()
+
+    def close(self, unlock: bool = True) -> None:
+        """Stop locking, and unlock unless the device is lost. Waits for `run` to end."""
+        self.stop()
         self._ended.wait()
         locked, self._pieces, self.locked_slots = self._pieces, [], 0
         if not unlock:
