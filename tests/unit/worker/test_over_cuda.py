@@ -23,6 +23,7 @@ from rigs.libcuda.torch_cuda import TorchCuda
 
 STEPS = 60
 SEEDS = range(3)
+RESTART_STEPS = 22
 METHODS = ("batch", "rows")
 DELAY_S = 0.002
 PAGE = 4096
@@ -46,21 +47,28 @@ def run(
     libcuda = device.libcuda
     libcuda.reset(seed)
     libcuda.set_delay(0.0, DELAY_S)
-    chosen = random.Random(seed)
+    chosen, failing = random.Random(seed), FAILING[0]
     if errors and seed % 2:
         libcuda.fail("cuMemHostRegister", 2, nth=chosen.randint(1, 4), times=1000)
     rank = Rank(device, seed, method, STEPS)
     try:
         for step in range(STEPS):
-            if errors and step % 4 == 0:
-                libcuda.fail(chosen.choice(FAILING), chosen.choice((1, 2)), nth=chosen.randint(1, 3))
-            if restarts and step in (STEPS // 4, STEPS // 2):
+            restarting = restarts and step % RESTART_STEPS >= RESTART_STEPS - 5
+            if errors and step % 4 == 0 and not restarting:
+                # One at a time: where the wait for copies fails too that a first error left, the device counts as lost.
+                libcuda.fail(failing, times=0)
+                failing = chosen.choice(FAILING)
+                libcuda.fail(failing, chosen.choice((1, 2)), nth=chosen.randint(1, 3))
+            if restarting and step % RESTART_STEPS == RESTART_STEPS - 5:
+                # A mapping that cannot be waited for when it is closed keeps its page locks.
+                libcuda.fail(failing, times=0)
                 rank.restart_manager()
-            if restarts and step in (STEPS // 4 + 5, STEPS // 2 + 5):
+            if restarting and step % RESTART_STEPS == RESTART_STEPS - 1:
                 rank.await_manager()
             rank.run_step()
         wrong = rank.finish()
     finally:
+        libcuda.fail(failing, times=0)
         rank.close()
     assert libcuda.registered_bytes == 0
     return rank, wrong
@@ -87,7 +95,7 @@ def test_late_copies_and_errors(device: TorchCuda, seed: int, method: str) -> No
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_late_copies_while_the_manager_comes_and_goes(device: TorchCuda, seed: int) -> None:
-    rank, wrong = run(device, seed, "batch", restarts=True)
+    rank, wrong = run(device, seed, "batch", errors=True, restarts=True)
     assert wrong == []
     assert rank.memory.epoch == 3
     assert rank.memory.kept
