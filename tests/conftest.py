@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 import not_run
 
 pytest.register_assert_rewrite("rigs")
-pytest_plugins = ["rigs.fixtures"]
+pytest_plugins = ["rigs.fixtures", "rigs.swallowed"]
 
 ENGINE_TESTS = Path(__file__).parent / "engine"
 DYNAMO_TESTS = Path(__file__).parent / "under_dynamo"

@@ -40,6 +40,7 @@ from kvbm.observe.log import configure, start_line
 from kvbm.observe.metrics import Metrics
 from kvbm.runtime_dir import make_own_dir, make_runtime_dir, open_lock, replace_private
 from kvbm.settings import Settings, variable, without_credentials
+from kvbm.strict import record_swallowed
 
 if TYPE_CHECKING:
     from kvbm.manager.fleet_side import FleetSide
@@ -324,6 +325,7 @@ def main(
         _report_failure(socket_path, str(error))
         return 2
     except Exception as error:
+        record_swallowed(error)
         log.exception("private manager failed")
         _report_failure(socket_path, f"private manager failed: {type(error).__name__}: {error}")
         return 2

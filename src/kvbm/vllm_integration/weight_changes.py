@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
+from kvbm.strict import record_swallowed
+
 log = logging.getLogger("kvbm.vllm")
 
 UPDATES = (
@@ -123,7 +125,8 @@ def _sampled_first(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(worker: Any, *arguments: Any, **more: Any) -> Any:
         try:
             weights_moved(worker)
-        except Exception:
+        except Exception as error:
+            record_swallowed(error)
             log.debug("no sample of the weights", exc_info=True)
         return original(worker, *arguments, **more)
 
@@ -225,6 +228,7 @@ def _moved(core: Any) -> bool:
         return True  # their memory may not be there
     try:
         return any(executor.collective_rpc(weights_moved, timeout=SAMPLE_TIMEOUT_S))
-    except Exception:
+    except Exception as error:
+        record_swallowed(error)
         log.debug("no sample of the weights", exc_info=True)
         return True

@@ -21,6 +21,7 @@ from kvbm.clock import Clock
 from kvbm.errors import DeviceLost, ManagerRefused, ManagerUnavailable
 from kvbm.protocol import Fence, FenceDone, Hello, Progress, Watch, Welcome
 from kvbm.step_plan import NO_EPOCH, StorePlan
+from kvbm.strict import record_swallowed
 from kvbm.transfer import Copying
 from kvbm.worker.failures import FailureLog
 from kvbm.worker.fences import Fences
@@ -162,6 +163,7 @@ class Mover:
             self._lose_session(str(error))
         except Exception as error:
             # A defect of ours must cost a load, never the engine: fail the open jobs, start afresh.
+            record_swallowed(error)
             self._failures.log_failure("mover", error, then="; open loads are recomputed")
             self._lose_session("mover failed")
 
@@ -256,6 +258,7 @@ class Mover:
                 list(zip(plan.device_blocks, plan.slots, strict=True)), after.event
             )
         except Exception as error:
+            record_swallowed(error)
             self._copy_failed("store", len(plan.slots), error)
             return None
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from kvbm.clock import Clock
 from kvbm.step_plan import StorePlan
+from kvbm.strict import record_swallowed
 from kvbm.transfer import Copying
 from kvbm.worker.jobs import FinishedStore, StoreJob, StoreUnderWay
 
@@ -61,6 +62,7 @@ class Storing:
                 # Looked at after the copy: an engine that waited until here has overwritten nothing.
                 copied = not store.job.abandoned
             except Exception as error:
+                record_swallowed(error)
                 self._failed("store", len(store.plan.slots), error)
                 copied = False
             wait = False

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kvbm.errors import KvbmError, SettingsError
+from kvbm.strict import record_swallowed
 from kvbm.transfer.copier import Pairs
 from kvbm.transfer.cuda.device import LOAD_PRIORITY, Device, Stream, first_line
 from kvbm.transfer.cuda.driver import Addresses, CudaError, Driver
@@ -186,6 +187,7 @@ def measure(pieces: Pieces, offered: Mapping[str, Method], device: Device) -> li
                 if isinstance(error, CudaError) and error.lost:
                     raise
                 # A compiler that is missing shows here in many ways; copies then go without that method.
+                record_swallowed(error)
                 _not_used(method, error)
                 del able[name]
                 # Copies that it began before it failed must not outlive the scratch.
