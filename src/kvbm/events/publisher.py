@@ -134,7 +134,7 @@ class EventPublisher:
 
     def take_subscribed(self) -> list[bytes]:
         """The topics that somebody has subscribed to since the last call; one stands for all that begin with it."""
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError):  # nothing was signalled
             os.eventfd_read(self._woken)
         taken = list[bytes]()
         while self._subscribed:

@@ -113,7 +113,7 @@ class Keeper:
             if self._closed:
                 return
             self._closed = True
-            with contextlib.suppress(queue.Empty):
+            with contextlib.suppress(queue.Empty):  # that was the last one
                 while (job := self._jobs.get_nowait()) is not None:
                     dropped.append(job)
             self._put(_Job(self._end_waiting))
