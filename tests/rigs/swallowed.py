@@ -63,9 +63,13 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
         records = taken_records(item.config.stash[DIRECTORY])
     marks = list(item.iter_markers("swallows"))
     seen = [[mark for mark in marks if re.search(mark.args[0], record["error"])] for record in records]
-    unexpected = [record["traceback"] for record, matching in zip(records, seen, strict=True) if not matching]
+    unexpected = [record for record, matching in zip(records, seen, strict=True) if not matching]
     if unexpected:
-        pytest.fail("\n".join(("our code swallowed errors (rigs/swallowed.py):", *unexpected)), pytrace=False)
+        errors = ", ".join(sorted({record["error"] for record in unexpected}))
+        tracebacks = [record["traceback"] for record in unexpected]
+        pytest.fail(
+            "\n".join((f"our code swallowed {errors} (see rigs/swallowed.py)", *tracebacks)), pytrace=False
+        )
     if not item.stash.get(PASSED, False):
         return
     for mark in marks:

@@ -255,7 +255,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _body(self) -> bytes:
         length = self._length()
         self._left = 0
-        body = self.rfile.read(length)
+        try:
+            body = self.rfile.read(length)
+        except ConnectionError:
+            raise Denied(400, "the connection ended before the body") from None
         if len(body) < length:
             raise Denied(400, f"the body ended after {len(body)} of {length} bytes")
         return body
