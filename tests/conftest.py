@@ -22,7 +22,7 @@ import not_run
 pytest.register_assert_rewrite("rigs")
 from rigs.property_tests import register_profiles  # noqa: E402  # after its assertions are rewritten
 
-pytest_plugins = ["rigs.fixtures"]
+pytest_plugins = ["rigs.fixtures", "rigs.swallowed"]
 
 ENGINE_TESTS = Path(__file__).parent / "engine"
 DYNAMO_TESTS = Path(__file__).parent / "under_dynamo"

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from kvbm import engine_start
 from kvbm.clock import Clock
+from kvbm.strict import record_swallowed
 from kvbm.weights import changed_since, weight_files, weights_digest
 
 log = logging.getLogger("kvbm.adapters")
@@ -145,6 +146,8 @@ class Adapters:
             young = changed_since([location], engine_start.engine_start_s()) is not None
             seen.extras = digest.encode() + (self._own_suffix if young else b"")
         except Exception as error:  # of any kind: the adapter would be waited for, without a word
+            if not isinstance(error, OSError):  # files that cannot be read
+                record_swallowed(error)
             seen.problem = f"cannot be read ({error})"
         finally:
             self.digests_made += 1

@@ -5,10 +5,11 @@ An exception that gets this far switches KVBM off behind this border, once, with
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import TypeVar
+
+from kvbm.strict import record_swallowed
 
 ResultT = TypeVar("ResultT")
 
@@ -36,11 +37,14 @@ class Guard:
             return method(*arguments)
         except self._passes:
             raise
-        except Exception:
+        except Exception as error:
+            record_swallowed(error)
             self.off = True
             self._log.exception(
                 "KVBM is off for this engine from now on, after a defect in KVBM; the engine serves without it"
             )
-            with contextlib.suppress(Exception):
+            try:
                 self._on_defect()
+            except Exception as further:  # the first defect is logged
+                record_swallowed(further)
             return otherwise

@@ -116,7 +116,7 @@ def replace_private(path: str, content: bytes) -> None:
             file.write(content)
         os.replace(scratch, path)
     except BaseException:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the first error is raised
             os.unlink(scratch)
         raise
 

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
+from kvbm.strict import record_swallowed
 from kvbm.weights import digest_by, open_memo
 from kvbm.weights_memo import WeightsMemo
 
@@ -41,5 +42,6 @@ class WeightsBeside:
         try:
             self._memo = open_memo(self.memo_path, beside=lambda: not self._loaded.is_set())
             digest_by(self._memo, self._locations)
-        except Exception:  # of any kind: the files are looked at again when the engine has loaded
+        except Exception as error:  # of any kind: the files are looked at again when the engine has loaded
+            record_swallowed(error)
             log.debug("no digests beside the load", exc_info=True)

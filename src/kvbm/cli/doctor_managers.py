@@ -194,7 +194,7 @@ def _space(space: dict[str, Any]) -> str:
 def _last_words(directory: str) -> Iterator[Check]:
     """The line that a private manager left when it could not start."""
     for path in sorted(Path(directory).glob(f"*{ERROR_SUFFIX}")):
-        with contextlib.suppress(OSError, UnicodeDecodeError):
+        with contextlib.suppress(OSError, UnicodeDecodeError):  # removed meanwhile, or not ours
             words = read_private(str(path)).decode().strip()[:_WORDS_MAX]
             if words:
                 yield advice(

@@ -128,7 +128,7 @@ def _listening_at(path: str) -> Iterator[socket.socket]:
         try:
             yield listener
         finally:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # removed already
                 os.unlink(path)
 
 

@@ -229,7 +229,7 @@ class ManagerFinder:
         except (BlockingIOError, FileNotFoundError):
             return  # a manager is starting, or runs and is about to listen
         else:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # the last start did not fail
                 os.unlink(self.address.socket_path + ERROR_SUFFIX)
             command = [sys.executable, "-c", RUN_MODULE, PRIVATE_MANAGER]
             command += [self.address.socket_path, str(lock_fd), FROM_STDIN]

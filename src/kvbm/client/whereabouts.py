@@ -83,7 +83,7 @@ def _candidates(runtime_dir: str) -> list[str]:
 @contextlib.contextmanager
 def announced(socket_path: str, runtime_dir: str) -> Iterator[None]:
     """Leave a record of a socket that is listened at and lies elsewhere, until the end. Without one, all else works."""
-    with contextlib.suppress(OSError, SettingsError):
+    with contextlib.suppress(OSError, SettingsError):  # what killed managers left stays
         sweep(runtime_dir)
     inside = os.path.realpath(os.path.dirname(socket_path)) == os.path.realpath(runtime_dir)
     if inside and socket_path.endswith(SOCKET_SUFFIX):
@@ -101,7 +101,7 @@ def announced(socket_path: str, runtime_dir: str) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # removed already
             os.unlink(record)
 
 
@@ -131,10 +131,10 @@ def sweep(runtime_dir: str) -> None:
         path = _socket_of(str(record))
         # A path that is not there at all may be one of another container.
         if path and _connects(path) == errno.ECONNREFUSED:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # another process sweeps too
                 os.unlink(record)
     for lock in islice(Path(runtime_dir).glob(_PRIVATE_LOCKS), _SWEPT_MAX):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the manager lives, or another process sweeps too
             _sweep_private(str(lock))
 
 
@@ -151,7 +151,7 @@ def _sweep_private(lock_path: str) -> None:
         base = lock_path.removesuffix(".lock")
         # The lock goes last, while it is held: opening its path from then on makes a new file.
         for path in (base, base + ERROR_SUFFIX, lock_path):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # a manager leaves some of them
                 os.unlink(path)
     finally:
         os.close(fd)

@@ -146,7 +146,7 @@ class Server:
                 )
             if self.start_s > self._start_timeout_s:
                 raise self.failure(f"{self.name} was not ready after {self._start_timeout_s:.0f} s")
-            with contextlib.suppress(RequestError):
+            with contextlib.suppress(RequestError):  # not ready yet
                 if self.is_ready():
                     return
             if self._while_starting is not None:
@@ -165,7 +165,7 @@ class Server:
             return
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it is killed below
                 process.wait(STOP_GRACE_S)
         # Processes left in the group have lost their parent: nobody else would end them.
         _signal_group(process.pid, signal.SIGTERM)
@@ -205,7 +205,7 @@ class VllmServer(Server):
 
 
 def _signal_group(group: int, number: Literal[signal.Signals.SIGTERM, signal.Signals.SIGKILL]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
         os.killpg(group, number)
 
 

@@ -29,6 +29,7 @@ from kvbm.events.tier_form import tier_fields
 from kvbm.events.wire import SEQUENCE_BYTES, cleared_fields, encode
 from kvbm.protocol import TierEvents
 from kvbm.settings import variable
+from kvbm.strict import record_swallowed
 
 log = logging.getLogger("kvbm.manager")
 
@@ -133,7 +134,7 @@ class EventPublisher:
 
     def take_subscribed(self) -> list[bytes]:
         """The topics that somebody has subscribed to since the last call; one stands for all that begin with it."""
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError):  # nothing was signalled
             os.eventfd_read(self._woken)
         taken = list[bytes]()
         while self._subscribed:
@@ -165,8 +166,9 @@ class EventPublisher:
             self._lossy()
             while self._queue or self._pending is not None:
                 self._send()
-        except Exception:
+        except Exception as error:
             # A defect of ours costs events, never the cache.
+            record_swallowed(error)
             self._failed = True
             log.exception("no KV events are published any more")
 

@@ -19,6 +19,7 @@ from kvbm.clock import Clock
 from kvbm.errors import KvbmError, SettingsError
 from kvbm.fleet.directory import NAME_LENGTH_MAX, PEERS_MAX, Peer, refuse_name, split_address
 from kvbm.settings import variable, without_credentials
+from kvbm.strict import record_swallowed
 
 log = logging.getLogger("kvbm.fleet")
 
@@ -116,6 +117,8 @@ class EtcdDirectory:
             try:
                 self._lease.revoke()
             except Exception as error:  # the lease ends by itself
+                if not _is_of_etcd(error):
+                    record_swallowed(error)
                 log.debug("etcd: %s", error)
 
     def look(self) -> None:
@@ -126,6 +129,8 @@ class EtcdDirectory:
             self._register(self._client)
             self._take(self._client.entries(self._prefix, PEERS_MAX))
         except Exception as error:  # its client raises errors of several kinds
+            if not _is_of_etcd(error):
+                record_swallowed(error)
             self._client = None
             self._endpoints.append(self._endpoints.pop(0))
             level = logging.DEBUG if self._warned else logging.WARNING
@@ -156,6 +161,11 @@ class EtcdDirectory:
             found = {**self._heard, **found}
         self._heard = dict(sorted(found.items())[:PEERS_MAX])
         self._peers = tuple(self._heard.values())
+
+
+def _is_of_etcd(error: Exception) -> bool:
+    """Whether the network, etcd or its client raised the error."""
+    return isinstance(error, OSError) or type(error).__module__.startswith("etcd3gw")
 
 
 def _peer(value: bytes) -> Peer | None:

@@ -60,7 +60,7 @@ class Pump:
             pass
         finally:
             for end in self._ends:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # the other end has closed it
                     end.shutdown(socket.SHUT_RDWR)
                 end.close()
             wake, self._wake = self._wake, -1

@@ -53,7 +53,7 @@ def _opened(settings: Settings, private: bool, ends: contextlib.ExitStack) -> so
 def _give_up(listener: socket.socket, why: str) -> None:
     """Whoever connects from now on is refused, and whoever waits in the queue is hung up on."""
     log.error("the admin page is off until the manager starts again: %s", why)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # it is shut down already
         listener.shutdown(socket.SHUT_RDWR)
     listener.close()
 

@@ -7,11 +7,11 @@ may still copy out of it and into it, until its last engine has gone; the next e
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import traceback
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from kvbm.block import BlockKey
@@ -23,6 +23,7 @@ from kvbm.manager.leases import Lease, Owner, Reservation
 from kvbm.manager.lookups import Found, LookingUp, advance
 from kvbm.manager.retaining import Judging
 from kvbm.manager.space import Space
+from kvbm.strict import record_swallowed
 
 log = logging.getLogger("kvbm.manager")
 
@@ -43,6 +44,7 @@ class GuardedSpace(Space):
         except KvbmError:
             raise
         except Exception as error:
+            record_swallowed(error)
             log.debug("namespace %s cannot be opened", name, exc_info=error)
             raise SpaceFailed(f"namespace {name} cannot be opened: {_in_one_line(error)}") from error
         self._name = name
@@ -117,13 +119,10 @@ class GuardedSpace(Space):
         if self.failure:
             # Each of them may have been closed already, before it failed.
             if self.disk is not None:
-                with contextlib.suppress(Exception):
-                    self.disk.medium.close(keep)
+                _try_close(partial(self.disk.medium.close, keep))
             for remote in self.remotes:
-                with contextlib.suppress(Exception):
-                    remote.tier.close()
-            with contextlib.suppress(Exception):
-                self.arena.close()
+                _try_close(remote.tier.close)
+            _try_close(self.arena.close)
 
     def _in_turns(self, otherwise: T, work: Generator[None, None, T]) -> Generator[None, None, T]:
         def step() -> T | None:
@@ -138,6 +137,7 @@ class GuardedSpace(Space):
             try:
                 return method(*args, **kwargs)
             except Exception as error:  # a `KvbmError` too: what a client got wrong was refused before
+                record_swallowed(error)
                 self._fail(error)
         return otherwise
 
@@ -154,6 +154,13 @@ class GuardedSpace(Space):
             if not lease.final:  # no more blocks will become ready: say so to those that wait
                 del lease.slots[lease.ready :], lease.keys[lease.ready :], lease.sources[lease.ready :]
                 self.on_progress(lease)
+
+
+def _try_close(close: Callable[[], object]) -> None:
+    try:
+        close()
+    except Exception as error:  # the space has failed already, and that is logged
+        record_swallowed(error)
 
 
 def _in_one_line(error: Exception) -> str:

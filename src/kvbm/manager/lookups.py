@@ -5,7 +5,6 @@ A lookup of a long chain takes several turns of the manager's thread, so that no
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, takewhile
@@ -26,6 +25,7 @@ from kvbm.manager.prefix_heat import PrefixHeat
 from kvbm.manager.retaining import Retaining
 from kvbm.manager.usage import Usage
 from kvbm.observe.metrics import Metrics
+from kvbm.strict import record_swallowed
 
 LEASE_S = 120.0
 
@@ -247,8 +247,10 @@ class Lookups:
         pinned = lease.pinned()
         lease.drop()
         self.below.released()
-        with contextlib.suppress(Exception):  # what failed first is told
+        try:
             self.host_pool.unlease_all(pinned)
+        except Exception as error:  # the first error is reported
+            record_swallowed(error)
 
     def _gather(self, lease: Lease, wanted: list[BlockKey]) -> None:
         """Note the run's blocks, and lease those in host memory: room for the others must not be made of them."""

@@ -35,6 +35,7 @@ from kvbm.manager.peer_messages import (
 )
 from kvbm.manager.peer_moving import Moving
 from kvbm.manager.peer_sending import AskPlaces, Sending
+from kvbm.strict import record_swallowed
 from kvbm.tiers.peers.mover import Mover
 from kvbm.tiers.peers.wire import (
     ASKS_MAX,
@@ -172,6 +173,7 @@ class PeerConnection:
             trouble = one_line(error)
         except Exception as error:
             # A defect of ours costs one reader.
+            record_swallowed(error)
             log.exception("reader %s", self.host)
             trouble = one_line(error)
         finally:

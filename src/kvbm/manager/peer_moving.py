@@ -101,7 +101,7 @@ class Moving:
         try:
             self._staging = Staging(self._block_bytes, self._places)
             self._channel = self._mover.open(self._staging, lands=False)
-        except OSError as error:
+        except OSError as error:  # no memory, or no mover: blocks are sent over the connection
             log.debug("a reader's offer is not taken: %s", error)
             self._staging = None
 

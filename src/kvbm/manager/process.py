@@ -40,6 +40,7 @@ from kvbm.observe.log import configure, start_line
 from kvbm.observe.metrics import Metrics
 from kvbm.runtime_dir import make_own_dir, make_runtime_dir, open_lock, replace_private
 from kvbm.settings import Settings, variable, without_credentials
+from kvbm.strict import record_swallowed
 
 if TYPE_CHECKING:
     from kvbm.manager.fleet_side import FleetSide
@@ -183,7 +184,7 @@ def _listening(path: str, mode: int) -> Iterator[socket.socket]:
     make_own_dir(os.path.dirname(os.path.abspath(path)), SOCKET_FIELD)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):  # no earlier manager left one
             os.unlink(path)
         try:
             listener.bind(path)
@@ -195,7 +196,7 @@ def _listening(path: str, mode: int) -> Iterator[socket.socket]:
         yield listener
     finally:
         listener.close()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # removed already
             os.unlink(path)
 
 
@@ -270,7 +271,7 @@ class _Signals:
         self.received = True
 
     def _drain(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError):  # nothing was signalled
             self._reader.recv(64)
 
 
@@ -312,7 +313,7 @@ def main(
         log.error("%s", error)  # noqa: TRY400 - one line, not a traceback
         return 2
     # An engine pins its ranks to cores; our I/O threads inherit that mask and would all share one core.
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # the threads share the engine's cores then
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     os.set_inheritable(lock_fd, False)
     try:
@@ -324,19 +325,20 @@ def main(
         _report_failure(socket_path, str(error))
         return 2
     except Exception as error:
+        record_swallowed(error)
         log.exception("private manager failed")
         _report_failure(socket_path, f"private manager failed: {type(error).__name__}: {error}")
         return 2
     finally:
         # Removed while it is still held: opening the path from now on makes a new file.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # removed already
             os.unlink(socket_path + ".lock")
     return 0
 
 
 def _report_failure(socket_path: str, reason: str) -> None:
     """Leave the reason, in one line, to the engine that started us (see `client.finder.ERROR_SUFFIX`)."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # the directory takes no file: the engine reports a timeout
         replace_private(socket_path + ERROR_SUFFIX, " ".join(reason.split()).encode())
 
 

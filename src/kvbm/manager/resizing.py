@@ -23,6 +23,7 @@ from kvbm.manager.pins import PINNED_SHARE
 from kvbm.manager.session import Session
 from kvbm.manager.space import Space
 from kvbm.settings import available_memory_bytes, container_free_bytes, container_limit_bytes
+from kvbm.strict import record_swallowed
 from kvbm.tiers.host import HostArena, refuse_beyond_memory
 
 log = logging.getLogger("kvbm.manager")
@@ -100,6 +101,7 @@ class Resizing:
         except KvbmError as error:
             return Resized(refusal=str(error))
         except Exception as error:
+            record_swallowed(error)
             log.exception("host memory keeps its size")
             return Resized(
                 refusal=f"it failed, and host memory keeps its size: {type(error).__name__}: {error}"
@@ -122,6 +124,7 @@ class Resizing:
             if not (dropped or engines):
                 raise
             if not isinstance(error, KvbmError):
+                record_swallowed(error)
                 log.exception("host memory keeps its size")
             raise _CostlyRefusal(error, dropped, engines) from None
         except BaseException:  # the manager ends
@@ -137,6 +140,7 @@ class Resizing:
             try:
                 pins_ended += carrying.finish(PINNED_SHARE)
             except Exception as error:
+                record_swallowed(error)
                 log.exception("going over to the new memory")
                 carrying.space.failure = f"{type(error).__name__}: {error}"
         failed = [each.space.failure for each in carryings if each.space.failure]

@@ -105,9 +105,9 @@ class Scrapes:
 
     def take(self) -> None:
         """Take the questions that came."""
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError):  # nothing was signalled
             self._reader.recv(64)
-        with contextlib.suppress(queue.Empty):
+        with contextlib.suppress(queue.Empty):  # that was the last one
             while True:
                 question = self._asked.get_nowait()
                 question.deadline_s = self._clock() + STORES_WAIT_S

@@ -58,6 +58,7 @@ from kvbm.protocol import (
     Status,
     StatusQuery,
 )
+from kvbm.strict import record_swallowed
 
 log = logging.getLogger("kvbm.manager")
 
@@ -247,8 +248,9 @@ class Server:
             log.warning("session %d refused: %s", session.number, error)
             session.refuse(str(error))
             self.refused_count += 1
-        except Exception:
+        except Exception as error:
             # A defect of ours must cost one session, never the cache of all the others.
+            record_swallowed(error)
             log.exception("session %d failed and is closed", session.number)
             session.fail()
         return True

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvbm.observe.spans import Span
+from kvbm.strict import record_swallowed
 
 log = logging.getLogger("kvbm.traces")
 
@@ -60,6 +61,7 @@ class OtelSink:
             try:
                 self._emit(item[0](), self._propagator.extract(item[1]))
             except Exception as error:
+                record_swallowed(error)
                 # Traces are for people who look: no fault in them may cost a request anything.
                 if not self._told_of_fault:
                     self._told_of_fault = True

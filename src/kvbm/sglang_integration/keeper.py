@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from kvbm.client.channel import readable_among
 from kvbm.clock import Clock, monotonic
+from kvbm.strict import record_swallowed
 
 log = logging.getLogger("kvbm.sglang")
 
@@ -99,10 +100,10 @@ class Keeper:
         `work` must bound its own waits.
         """
         result = self.submit(work, otherwise)
-        with contextlib.suppress(Exception):  # it was logged where it was raised
-            if concurrent.futures.wait((result,), timeout_s).done or not result.cancel():
-                return result.result()
-        return otherwise
+        done = concurrent.futures.wait((result,), timeout_s).done
+        if (not done and result.cancel()) or result.cancelled() or result.exception() is not None:
+            return otherwise  # an error was logged where it was raised
+        return result.result()
 
     def close(self, last: Callable[[], None], timeout_s: float) -> None:
         """Run `last` as the last job, and end the thread; jobs that have not begun by then are dropped, and those that
@@ -112,7 +113,7 @@ class Keeper:
             if self._closed:
                 return
             self._closed = True
-            with contextlib.suppress(queue.Empty):
+            with contextlib.suppress(queue.Empty):  # that was the last one
                 while (job := self._jobs.get_nowait()) is not None:
                     dropped.append(job)
             self._put(_Job(self._end_waiting))
@@ -154,7 +155,8 @@ class Keeper:
             assert job.steps is not None
             try:
                 job.steps.close()
-            except Exception:
+            except Exception as error:
+                record_swallowed(error)
                 log.exception("a defect in KVBM")
             job.result.set_exception(RuntimeError("closed"))
         self._waiting.clear()
@@ -172,13 +174,15 @@ class Keeper:
             if any(fd in readable for fd in watched) or self._clock() - self._told_s >= IDLE_S:
                 self._told_s = self._clock()
                 self._on_event()
-        except Exception:
+        except Exception as error:
+            record_swallowed(error)
             log.exception("a defect in KVBM")
 
     def _begin(self, job: _Job) -> None:
         try:
             found = job.work()
         except Exception as error:
+            record_swallowed(error)
             self._fail(job, error)
             return
         if isinstance(found, Generator):
@@ -196,6 +200,7 @@ class Keeper:
             job.result.set_result(stop.value)
             return True
         except Exception as error:
+            record_swallowed(error)
             self._fail(job, error)
             return True
         return False

@@ -20,6 +20,7 @@ from kvbm.library.hit import Hit
 from kvbm.library.layer_load import LayerLoad
 from kvbm.sglang_integration.device_pages import DevicePages
 from kvbm.sglang_integration.pages_kept import PagesKept
+from kvbm.strict import record_swallowed
 
 log = logging.getLogger("kvbm.sglang")
 
@@ -165,6 +166,7 @@ class LinkedLoads:
             )
             raise
         except Exception as error:
+            record_swallowed(error)
             log.exception("KVBM could not load pages that it had promised: SGLang aborts these requests")
             counter.fail(index, error)
             return False

@@ -325,7 +325,8 @@ def _settled(result: Future[bool], timeout_s: float) -> None:
     wait: Callable[..., Any] = result.exception
     try:
         wait(max(0.0, timeout_s))
-    except Exception:  # it takes longer than SGLang may wait, or was dropped
+    except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+        # It takes longer than SGLang may wait, or was dropped.
         log.warning("a store is still under way while SGLang empties its caches")
 
 

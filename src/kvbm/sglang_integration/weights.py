@@ -24,6 +24,7 @@ import torch
 from blake3 import blake3
 
 from kvbm.errors import KvbmError
+from kvbm.strict import record_swallowed
 
 log = logging.getLogger("kvbm.sglang")
 
@@ -331,7 +332,8 @@ class RunningWeights:
                 return  # they changed meanwhile: whoever asks next begins anew
             if self._meeting is not None:
                 self._meeting.put(f"{self._name}/{changes}", digest)
-        except Exception:
+        except Exception as error:
+            record_swallowed(error)
             if changes == self._watch.now.changes:
                 self._unreadable = changes
                 log.exception(

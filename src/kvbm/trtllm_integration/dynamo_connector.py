@@ -23,6 +23,7 @@ from kvbm.settings import (
     shared_manager_notices,
 )
 from kvbm.step_plan import StepPlan
+from kvbm.strict import record_swallowed
 from kvbm.trtllm_integration.consolidator_config import kept_consolidator
 from kvbm.trtllm_integration.engine_facts import facts_of, model_config, notices, unsupported_reason
 from kvbm.trtllm_integration.errors import PromiseBroken
@@ -221,6 +222,7 @@ class DynamoKVBMConnectorWorker(KvCacheConnectorWorker):
         except PromiseBroken:
             raise
         except Exception as error:
+            record_swallowed(error)
             log.exception("a defect in KVBM, while a load was carried out")
             raise PromiseBroken(broken(side.loads, f"{type(error).__name__} in KVBM")) from error
 

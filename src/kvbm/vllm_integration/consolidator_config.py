@@ -126,7 +126,7 @@ def _reserve(settings: Settings) -> int:
     ports = range(first, min(first + PORTS_MAX, PORT_MAX + 1))
     for port in ports:
         lock = open_lock(os.path.join(settings.runtime_dir, f"consolidator-{port}.lock"))
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # another process has the port: the next one is tried
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with socket.socket() as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

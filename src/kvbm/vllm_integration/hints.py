@@ -20,6 +20,7 @@ from kvbm.dialects.http import FIELDS, SESSION_HEADERS, WORDS, hint_of_http
 from kvbm.dialects.marks import CONTINUES, PLACES
 from kvbm.dialects.raw import RawHint, over, resolved
 from kvbm.dialects.vllm import of_fields, of_kv_hints, of_xargs
+from kvbm.strict import record_swallowed
 
 log = logging.getLogger("kvbm.vllm")
 
@@ -101,7 +102,8 @@ class _Body:
         try:
             headers = _headers(self._scope)
             body = with_hint(headers, b"".join(message.get("body", b"") for message in self._messages))
-        except Exception:
+        except Exception as error:
+            record_swallowed(error)
             # One line for each process: a client could cause any number of them.
             if not _Body.defect_told:
                 _Body.defect_told = True

@@ -19,6 +19,7 @@ import torch
 from kvbm.errors import KvbmError
 from kvbm.groups import Group, GroupKind
 from kvbm.layout import Namespace
+from kvbm.strict import record_swallowed
 from kvbm.vllm_integration.hybrid import cacheable_groups, hybrid_of, kind_of
 from kvbm.vllm_integration.ranks import block_tokens, context_parallel, gather
 from kvbm.vllm_integration.rotary import rotary_digest, rotary_modules
@@ -93,6 +94,7 @@ def engine_namespace(
         if reads_the_files(parallel):
             part = msgspec.structs.replace(part, weights=weights_name(vllm_config, memo_path))
     except Exception as error:  # another rank waits for our part, whatever happened
+        record_swallowed(error)
         log.debug("the facts of this rank could not be found out", exc_info=True)
         part = RankPart(error=f"rank {parallel.rank}: {type(error).__name__}: {' '.join(str(error).split())}")
     parts = tuple(
@@ -104,6 +106,7 @@ def engine_namespace(
     try:
         return _compose(vllm_config, kv_cache_config, parts)
     except Exception as error:  # a configuration that we cannot read is no reason not to serve
+        record_swallowed(error)
         log.debug("the facts of this engine could not be put together", exc_info=True)
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise KvbmError(f"the facts of this engine's KV could not be found out: {text}") from None
@@ -284,7 +287,8 @@ def _implementation(model: Any) -> str:
         from vllm.model_executor.model_loader import get_model_cls
 
         found = get_model_cls(model)
-    except Exception:  # its module differs between releases
+    except Exception as error:  # its module differs between releases
+        record_swallowed(error)
         log.debug("the model's class is not known", exc_info=True)
         return str(getattr(model, "model_impl", "auto"))
     return f"{found.__module__}.{found.__qualname__}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 
+from kvbm.strict import record_swallowed
 from kvbm.vllm_integration.versions import unsupported
 
 log = logging.getLogger("kvbm.vllm")
@@ -33,5 +34,6 @@ def register() -> None:
         from kvbm.vllm_integration.weight_files import begin_before_loading
 
         begin_before_loading(WorkerWrapperBase)
-    except Exception:  # vLLM may run without us, and its classes differ between releases
+    except Exception as error:  # vLLM may run without us, and its classes differ between releases
+        record_swallowed(error)
         log.debug("weights are digested after they are loaded", exc_info=True)

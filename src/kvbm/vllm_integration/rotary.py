@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from kvbm.strict import record_swallowed
+
 log = logging.getLogger("kvbm.vllm")
 
 GRID = 1024.0
@@ -42,6 +44,7 @@ def _behaviour(module: Any) -> str:
         with torch.no_grad():
             parts = [_on_grid(tensor) for tensor in _answers(module)]
     except Exception as error:  # every model may bring a module of its own
+        record_swallowed(error)
         log.debug("%s is taken by its contents: %s", type(module).__name__, error)
         parts = [type(module).__qualname__.encode(), *_contents(module)]
     digest = hashlib.sha256()

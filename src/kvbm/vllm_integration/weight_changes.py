@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
+from kvbm.strict import record_swallowed
+
 log = logging.getLogger("kvbm.vllm")
 
 UPDATES = (
@@ -125,6 +127,7 @@ def _sampled_first(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             weights_moved(worker)
         except Exception as error:
+            record_swallowed(error)
             _warn_not_sampled(error)
         return original(worker, *arguments, **more)
 
@@ -262,5 +265,6 @@ def _moved(core: Any) -> bool:
     try:
         return any(executor.collective_rpc(weights_moved, timeout=SAMPLE_TIMEOUT_S))
     except Exception as error:
+        record_swallowed(error)
         _warn_not_sampled(error)
         return True

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvbm import engine_start
 from kvbm.settings import available_memory_bytes, load_settings, process_environment
+from kvbm.strict import record_swallowed
 from kvbm.vllm_integration.weight_changes import watch
 from kvbm.weights import changed_since, digest_by, local_files, open_memo
 from kvbm.weights_beside import WeightsBeside
@@ -63,7 +64,8 @@ def _begun_first(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(wrapper: Any, *arguments: Any, **more: Any) -> Any:
         try:
             begin(wrapper.vllm_config)
-        except Exception:  # vLLM's classes differ between releases
+        except Exception as error:  # vLLM's classes differ between releases
+            record_swallowed(error)
             log.debug("no digests of weights beside the load", exc_info=True)
         return original(wrapper, *arguments, **more)
 

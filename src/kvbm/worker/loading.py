@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from kvbm.clock import Clock
 from kvbm.errors import CopyHung, DeviceLost
+from kvbm.strict import record_swallowed
 from kvbm.transfer import Copying
 from kvbm.worker.hang_watch import HangWatch
 from kvbm.worker.jobs import FinishedLoad, LoadJob
@@ -153,6 +154,7 @@ class Loading:
         try:
             self._begin_blocks(job)
         except Exception as error:
+            record_swallowed(error)
             job.closed = True
             self._failed("load", len(job.plan.slots), error)
         return self._collect(wait=False)
@@ -197,6 +199,7 @@ class Loading:
                     begun.append(mapping.copier.begin_load(pairs, after.event, layer))
                 gate.open(layer, begun[-1])
         except Exception as error:
+            record_swallowed(error)
             self._failed("load", len(plan.slots), error)
         # Whatever was begun is waited for; only all layers together are blocks that arrived.
         whole = len(begun) == len(mapping.layers)
@@ -228,6 +231,7 @@ class Loading:
             except CopyHung:
                 raise
             except Exception as error:
+                record_swallowed(error)
                 if job.broken and not isinstance(error, DeviceLost):
                     log.debug("a copy failed whose result is not used: %s", error)
                 else:

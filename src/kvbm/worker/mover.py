@@ -23,6 +23,7 @@ from kvbm.errors import CopyHung, DeviceLost, ManagerRefused, ManagerUnavailable
 from kvbm.protocol import CopiesHang, Fence, FenceDone, Hello, Progress, Watch, Welcome
 from kvbm.settings import variable
 from kvbm.step_plan import NO_EPOCH, StorePlan
+from kvbm.strict import record_swallowed
 from kvbm.transfer import Copying
 from kvbm.worker.failures import FailureLog
 from kvbm.worker.fences import Fences
@@ -178,6 +179,7 @@ class Mover:
             self._give_up(error)
         except Exception as error:
             # A defect of ours must cost a load, never the engine: fail the open jobs, start afresh.
+            record_swallowed(error)
             self._failures.log_failure("mover", error, then="; open loads are recomputed")
             self._lose_session("mover failed")
 
@@ -281,6 +283,7 @@ class Mover:
                     list(zip(plan.device_blocks, plan.slots, strict=True)), after.event
                 )
         except Exception as error:
+            record_swallowed(error)
             self._copy_failed("store", len(plan.slots), error)
             return None
 

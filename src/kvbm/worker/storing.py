@@ -9,6 +9,7 @@ from collections.abc import Callable
 from kvbm.clock import Clock
 from kvbm.errors import CopyHung
 from kvbm.step_plan import StorePlan
+from kvbm.strict import record_swallowed
 from kvbm.transfer import Copying
 from kvbm.worker.hang_watch import HangWatch
 from kvbm.worker.jobs import FinishedStore, StoreJob, StoreUnderWay
@@ -69,6 +70,7 @@ class Storing:
             except CopyHung:
                 raise
             except Exception as error:
+                record_swallowed(error)
                 self._failed("store", len(store.plan.slots), error)
                 copied = False
             wait = False

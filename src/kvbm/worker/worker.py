@@ -137,7 +137,7 @@ class Worker:
         open_loads = {load.request: load.device_blocks for load in plan.loads}
         done, self._not_begun = self._not_begun, []
         while len(done) < len(plan.loads) and (left_s := until_s - self._clock()) > 0.0:
-            with contextlib.suppress(queue.Empty):
+            with contextlib.suppress(queue.Empty):  # the time is over
                 done.append(self._mover.loads.get(timeout=left_s))
         self._open_loads -= len(done)
         for load in done:
@@ -322,6 +322,6 @@ class Worker:
 
 def _taken(results: queue.SimpleQueue[ResultT]) -> Iterator[ResultT]:
     """The results that are there by now."""
-    with contextlib.suppress(queue.Empty):
+    with contextlib.suppress(queue.Empty):  # that was the last one
         while True:
             yield results.get_nowait()

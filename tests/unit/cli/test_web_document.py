@@ -58,7 +58,7 @@ def test_every_status_that_is_given_is_in_the_document_and_no_other() -> None:
         (b"POST / HTTP/1.1\r\nContent-Length: 5\r\n\r\n12", 408),
         (b"POST / HTTP/1.1\r\n\r\n", 411),
         (b"POST / HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n", 413),
-        (b"HEAD / HTTP/1.1\r\n\r\n", 500),
+        pytest.param(b"HEAD / HTTP/1.1\r\n\r\n", 500, marks=pytest.mark.swallows("^AssertionError: .*'HEAD'")),
     ],
 )  # fmt: skip
 def test_what_the_server_itself_answers_is_in_the_document(

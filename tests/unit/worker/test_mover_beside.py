@@ -125,6 +125,7 @@ def test_a_session_is_closed_when_nothing_is_under_way(mover: Mover, device: Dev
     assert line.closed
 
 
+@pytest.mark.swallows("^RuntimeError: device-side error")
 def test_a_copy_that_fails_on_its_way_fails_its_store_alone(mover: Mover, device: Device) -> None:
     mover.put(store_job(device, 1, 2))
     step(mover)
@@ -134,6 +135,7 @@ def test_a_copy_that_fails_on_its_way_fails_its_store_alone(mover: Mover, device
     assert reported(mover) == [(1, (0,)), (2, ())]
 
 
+@pytest.mark.swallows("^DeviceLost: .*CUDA_ERROR_ILLEGAL_ADDRESS")
 def test_a_lost_device_is_logged_once_and_ends_the_session(
     mover: Mover, device: Device, line: Line, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -211,6 +213,7 @@ def test_copies_that_end_as_they_begin_leave_room_for_others_between_them(
     assert mover.loads.get_nowait().failed == ()
 
 
+@pytest.mark.swallows("^RuntimeError: device-side error$")
 def test_what_follows_a_piece_that_failed_failed_too(mover: Mover, device: Device) -> None:
     """And it has ended before it is reported to the engine, which computes these blocks anew."""
     mover.put(job_of(device, load(blocks=FIRST_BLOCKS + 2 * PIECE_BLOCKS)))
@@ -224,6 +227,7 @@ def test_what_follows_a_piece_that_failed_failed_too(mover: Mover, device: Devic
     assert mover.loads.get_nowait().failed == tuple(range(FIRST_BLOCKS, FIRST_BLOCKS + 2 * PIECE_BLOCKS))
 
 
+@pytest.mark.swallows("^RuntimeError: refused$")
 def test_pieces_before_one_that_could_not_be_begun_arrive(mover: Mover, device: Device) -> None:
     mover.put(job_of(device, load()))
     device.refused_from = 2
@@ -320,6 +324,7 @@ def test_layers_come_in_order_and_each_is_announced_at_once(mover: Mover, device
     assert gate.pass_through("a layer that shares another one's KV", mark, 0.0)
 
 
+@pytest.mark.swallows("^RuntimeError: (refused|device-side error)$")
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_layer_that_fails_fails_the_load_and_nobody_waits(
     mover: Mover, device: Device, failing: int

@@ -117,6 +117,7 @@ def test_an_abandoned_store_is_reported_as_failed(rank: Rank, monkeypatch: pytes
     assert reports[0].stored[plan.store][1] == (0,)
 
 
+@pytest.mark.swallows("out of range|CUDA error|a defect")
 @pytest.mark.parametrize(
     "error", [KvbmError("out of range"), RuntimeError("CUDA error"), KeyError("a defect")]
 )
@@ -142,6 +143,7 @@ def test_a_store_that_raises_is_reported_and_the_thread_lives(
     }
 
 
+@pytest.mark.swallows("^KeyError: 'a defect that names blocks")
 def test_stores_that_fail_over_and_over_are_logged_once_and_then_counted(
     make_rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -252,6 +254,7 @@ def test_jobs_marked_for_an_earlier_mapping_do_not_run_on_a_later_one(rank: Rank
     assert rank.run_store(plan) == ()
 
 
+@pytest.mark.swallows(r"^OSError: \[Errno 12\] no memory$")
 def test_a_mapping_that_cannot_be_made_costs_the_cache_not_the_engine(
     rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -285,6 +288,7 @@ def test_a_mapping_that_cannot_be_made_costs_the_cache_not_the_engine(
     caplog.clear()
 
 
+@pytest.mark.swallows("^KeyError: 'a defect'$")
 def test_a_defect_fails_what_is_open_and_the_thread_goes_on(
     make_rank: Callable[..., Rank],
     below: FakeTier,

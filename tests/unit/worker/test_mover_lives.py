@@ -70,6 +70,7 @@ def test_nothing_that_was_meant_for_another_life_is_copied() -> None:
     mover.stop()
 
 
+@pytest.mark.swallows(r"^OSError: \[Errno 12\] no memory$")
 def test_memory_that_cannot_be_mapped_is_tried_again_after_a_while_however_long_it_took() -> None:
     """Another try at once could keep the thread busy for good: mapping and page-locking can take minutes."""
     clock, lines = ManualClock(), [Line(), Line(), Line()]
@@ -90,6 +91,7 @@ def test_memory_that_cannot_be_mapped_is_tried_again_after_a_while_however_long_
     mover.stop()
 
 
+@pytest.mark.swallows("^RuntimeError: unlocking the host arena$")
 def test_a_session_is_closed_when_the_memory_of_the_one_before_cannot_be_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -17,6 +17,7 @@ import msgspec
 from kvbm.cli.web.documents import Trouble
 from kvbm.cli.web.troubles import TROUBLES, Denied
 from kvbm.clock import Clock, monotonic
+from kvbm.strict import record_swallowed
 
 log = logging.getLogger("kvbm.web")
 
@@ -230,7 +231,8 @@ class _Handler(BaseHTTPRequestHandler):
             reply = trouble(denied.status, str(denied))
         except TimeoutError:
             reply = trouble(408, "the body did not come in time")
-        except Exception:
+        except Exception as error:
+            record_swallowed(error)
             log.exception("a request failed: %s %s", self.command, self.path.partition("?")[0])
             reply = trouble(500, "a defect of KVBM; the log has it")
         self._send(reply)
@@ -253,7 +255,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _body(self) -> bytes:
         length = self._length()
         self._left = 0
-        body = self.rfile.read(length)
+        try:
+            body = self.rfile.read(length)
+        except ConnectionError:
+            raise Denied(400, "the connection ended before the body") from None
         if len(body) < length:
             raise Denied(400, f"the body ended after {len(body)} of {length} bytes")
         return body

@@ -177,7 +177,7 @@ class DiskMedium:
     def facts(self, slot: int, keys: Sequence[BlockKey]) -> list[bytes]:
         """What was said of the blocks with these keys in the slots from `slot` on; empty where nothing is known."""
         if self._facts is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # it costs events, not blocks
                 return self._facts.read(slot, keys)
         return [b""] * len(keys)
 
@@ -243,7 +243,7 @@ class DiskMedium:
 
     def _try_void(self, slot: int, count: int = 1) -> None:
         """`void` on a medium that may be failing."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the slot is voided when it fails again
             self._journal.void(slot, count)
 
     def recover(self) -> list[RecoveredBlock]:

@@ -133,7 +133,7 @@ def _open_facts(
     """The file of facts, where they are kept; else it is removed, as it would take room. The tier works without it."""
     try:
         if not options.keeps_facts:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # there is none
                 syscalls.unlink(FACTS_NAME, dir_fd=directory.dir_fd)
             return None
         fd = syscalls.open(FACTS_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, dir_fd=directory.dir_fd)

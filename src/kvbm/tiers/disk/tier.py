@@ -17,6 +17,7 @@ from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Outcome, SlotIndex
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import SettingsError, TierError
 from kvbm.layout import PAGE_BYTES, BlockLayout, Namespace
+from kvbm.strict import record_swallowed
 from kvbm.tiers.contract import RUN_BYTES_MAX, BlockHead, Completion, RecoveredBlock
 from kvbm.tiers.disk.block_io import (
     BlockIo,
@@ -347,6 +348,8 @@ class DiskTier:
                 keys = [key for each in jobs if isinstance(each, LoadJob) for key in each.keys]
                 blocks, error = medium.load(job.slot, keys, memory)
         except Exception as failure:
+            if not isinstance(failure, OSError):  # that is a fault of the disk
+                record_swallowed(failure)
             self._turn_off(self._named(job, job.slot, medium), failure)
             in_use = isinstance(failure, BufferStillInUse)
             return [self._abandon(each, in_use) for each in jobs]

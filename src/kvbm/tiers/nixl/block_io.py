@@ -256,7 +256,7 @@ class NixlBlockIo:
         try:
             if self._agent.state(transfer) == UNDER_WAY:
                 return False
-        except OSError as error:
+        except OSError as error:  # it ended with an error
             log.debug("a transfer that failed says: %s", error)
         try:
             self._agent.release(transfer)

@@ -95,7 +95,7 @@ class Landings:
         try:
             staging = Staging(self._block_bytes, self._places)
             channel = mover.open(staging, lands=True)
-        except OSError as error:
+        except OSError as error:  # no memory, or no mover: blocks come over the connection
             log.debug("no memory is offered: %s", error)
             return
         self._number += 1

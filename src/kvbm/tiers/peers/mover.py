@@ -170,7 +170,7 @@ class Mover:
             finally:
                 with self._lock:
                     self._control = None
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # the mover has ended already
                     control.shutdown(socket.SHUT_RDWR)
                 child.kill()
                 status = child.wait()
@@ -204,7 +204,7 @@ class Mover:
             elif not ready:
                 if now_s - heard_s >= (GONE_S if self.running else START_S):
                     return f"its process said nothing for {now_s - heard_s:.0f} s", False
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # it has ended or takes no more: found above
                     control.send(packet(Ping()))
         return "it was ended", False
 

@@ -202,7 +202,7 @@ class MoverLoop:
                 raise OSError("the process has no descriptor left")
             self._open(connection, fds[1], message)
         except OSError as error:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the other end has gone
                 connection.send(packet(Unmapped(line=one_line(error))))
             connection.close()
         finally:

@@ -26,6 +26,7 @@ from kvbm.errors import KvbmError, ProtocolError
 from kvbm.fleet.directory import Peer
 from kvbm.hashing import join_keys
 from kvbm.layout import BlockLayout
+from kvbm.strict import record_swallowed
 from kvbm.tiers.contract import BlockEnd, Completion
 from kvbm.tiers.peers.connecting import PeerRefused, connect, greeting, refuse_welcome
 from kvbm.tiers.peers.known import PeerBlocks, unpacked
@@ -164,6 +165,7 @@ class PeerLink:
                 trouble = one_line(error)
             except Exception as error:
                 # A defect of ours costs one peer's blocks.
+                record_swallowed(error)
                 log.exception("link to peer %s", self.peer.address)
                 trouble = one_line(error)
             if self._over():

@@ -67,6 +67,6 @@ class Staging:
     def close(self) -> None:
         """Let it go, unless somebody still has a view."""
         self.forget_fd()
-        with contextlib.suppress(BufferError):
+        with contextlib.suppress(BufferError):  # it goes with the last view
             self._view.release()
             self._map.close()

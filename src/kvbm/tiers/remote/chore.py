@@ -6,6 +6,8 @@ import logging
 import threading
 from collections.abc import Callable
 
+from kvbm.strict import record_swallowed
+
 log = logging.getLogger("kvbm.tiers.remote.tier")
 
 
@@ -57,7 +59,8 @@ class Chore:
                     return
             try:
                 self._work()
-            except Exception:
+            except Exception as error:
+                record_swallowed(error)
                 log.exception("remote tier: a defect in %s", self._name)
             with self._changed:
                 self._wanted = False

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from kvbm.block import BlockKey, Outcome
 from kvbm.clock import Clock
 from kvbm.layout import BlockLayout
+from kvbm.strict import record_swallowed
 from kvbm.tiers.contract import BlockEnd
 from kvbm.tiers.remote.blobs import BlobStore, StoreError
 from kvbm.tiers.remote.catalogue import Catalogue
@@ -83,6 +84,7 @@ class Loader:
         try:
             self._run(job)
         except Exception as error:
+            record_swallowed(error)
             log.exception("remote tier: a defect in a load")
             self._exchange.retry(job, f"{type(error).__name__}: {error}")
 

@@ -130,9 +130,9 @@ def _printed(command: Sequence[str], deadline_s: float, clock: Clock) -> bytes:
         raise TimeoutError from None
     finally:
         if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended
                 os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel does not let it end: it stays
                 process.wait(_REAPING_S)
     if status:
         raise OSError(f"it ended with status {status}")

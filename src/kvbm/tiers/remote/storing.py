@@ -16,6 +16,7 @@ import numpy as np
 from kvbm.block import Outcome
 from kvbm.clock import Clock
 from kvbm.layout import BlockLayout
+from kvbm.strict import record_swallowed
 from kvbm.tiers.contract import BlockEnd
 from kvbm.tiers.remote.blobs import BlobStore, Buffer, Put, StoreError
 from kvbm.tiers.remote.catalogue import Catalogue
@@ -72,6 +73,7 @@ class Storer:
             self._health.write_failed(error)
             self._exchange.retry(job, str(error))
         except Exception as error:
+            record_swallowed(error)
             log.exception("remote tier: a defect in a store")
             self._exchange.retry(job, f"{type(error).__name__}: {error}")
 

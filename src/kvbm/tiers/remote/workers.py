@@ -12,6 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from kvbm.strict import record_swallowed
+
 log = logging.getLogger("kvbm.tiers.remote.workers")
 
 Task = Callable[[], None]
@@ -114,7 +116,8 @@ class Workers:
         while (task := self._take(number)) is not None:
             try:
                 task()
-            except Exception:
+            except Exception as error:
+                record_swallowed(error)
                 log.exception("remote tier: a defect in a thread of %s", self._name)
             del task  # and with it the buffers that it knew
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from kvbm.strict import record_swallowed
 from kvbm.tiers.remote.blobs import StoreError
 
 _Answer = TypeVar("_Answer")
@@ -31,6 +32,8 @@ class _Call(Generic[_Answer]):
             self._answer = self._work(self.given_up)
         except BaseException as error:
             self._error = error
+            if self.given_up.is_set() and not isinstance(error, StoreError):  # `result` will not raise it
+                record_swallowed(error)
         self._ended.set()
 
     def wait(self, deadline_s: float) -> bool:

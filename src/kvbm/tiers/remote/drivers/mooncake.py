@@ -148,7 +148,7 @@ class MooncakeBlobs:
     def _there(self, name: str, answer: Answer) -> bool:
         (code,) = answer.codes
         if code == NOT_FOUND:
-            with suppress(StoreError):
+            with suppress(StoreError):  # the name goes with a later look
                 self._forget([name])
         elif code < 0 and code not in _GONE:
             raise self._trouble("get", name, code)

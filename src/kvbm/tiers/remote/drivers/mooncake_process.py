@@ -20,6 +20,7 @@ import sys
 import threading
 from typing import Any
 
+from kvbm.strict import record_swallowed
 from kvbm.tiers.remote.drivers.mooncake_wire import (
     BLOB_BYTES_MAX,
     CONNECTIONS,
@@ -129,6 +130,8 @@ def main() -> None:
     try:
         store, config = _connected(setup)
     except Exception as error:
+        if not isinstance(error, OSError):  # Mooncake is not installed, does not start, or is not reached
+            record_swallowed(error)
         control.sendall(frame(Ended(f"{error}")))
         os._exit(1)
     threads: list[threading.Thread] = []
@@ -151,6 +154,8 @@ def _serve(store: Any, config: Any, connection: socket.socket) -> None:
     try:
         served = Served(store, config, connection)
     except Exception as error:
+        if not isinstance(error, OSError):  # the client has gone, or Mooncake takes no buffers
+            record_swallowed(error)
         sys.stderr.write(f"kvbm: {error}\n")
         connection.close()
         return
