@@ -159,7 +159,7 @@ ON_A_CPU = [
     ClosesOnce,
 ]
 ON_THE_MODEL = [Unmarked, HoldsNothing, OverTooSoon, LeavesCopiesBehind]
-SEEDS = range(4)
+SEEDS = range(16)
 
 
 class OnACpu(CopierContract):

@@ -64,6 +64,8 @@ def cuda_of_torch() -> int:
         found = re.match(r"\+cu(\d\d)\d|nvidia-[a-z-]+-cu(\d\d)\b", line)
         if found is not None:
             return _known(int(found[1] or found[2]))
+    if torch.version.endswith("+cpu"):
+        return 0  # a runtime that is installed all the same is not torch's
     for name, cuda in (("nvidia-cuda-runtime-cu12", 12), ("nvidia-cuda-runtime", 0)):
         try:
             version: str = metadata.version(name)
