@@ -274,6 +274,7 @@ def test_a_shared_manager_is_refused_a_metrics_port_in_use(make: Callable[..., N
             serve(settings, str(tmp_path / "run" / "shared.sock"))
 
 
+@pytest.mark.swallows("^AssertionError: no level is called shouting")
 def test_a_defect_at_the_start_is_said_too(make: Callable[..., Node]) -> None:
     node = make(log_level="shouting")
     with pytest.raises(ManagerRefused, match="private manager failed: AssertionError"):
