@@ -149,6 +149,7 @@ class TestSeaweedFS(HonouringS3):
         self.service = seaweed_service
 
 
+@pytest.mark.slow
 class TestMoto(HonouringS3):
     # moto looks whether there is such an object and writes it without a lock.
     refuses_second = False
@@ -231,6 +232,7 @@ class OnMooncake(BlobContract):
         assert [info.name for info in store.listing("")] == [blob_name(1)]
 
 
+@pytest.mark.slow
 class TestMooncakeWithDirectory(OnMooncake):
     @pytest.fixture(autouse=True)
     def root(self, tmp_path: Path) -> None:
@@ -241,6 +243,7 @@ class TestMooncakeWithDirectory(OnMooncake):
         return f"file://{self.directory}/{space}"
 
 
+@pytest.mark.slow
 class TestMooncakeWithRedis(OnMooncake):
     @pytest.fixture(autouse=True)
     def at_redis(self, redis_service: RedisService) -> None:

@@ -46,6 +46,7 @@ class Busy(Favours):
         return super().victims(needed, incoming, leased, now_s)
 
 
+@pytest.mark.slow
 class TestFavours(PolicyContract):
     examples = examples(30)
 

@@ -16,6 +16,8 @@ from kvbm.fleet.etcd import EtcdDirectory, _Gateway
 from rigs.peers import wait_until
 from rigs.system_packages import require
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("etcd3gw", reason="the extra `fleet` is not installed")
 
 A, B = Peer("10.0.0.1:7400", "a"), Peer("10.0.0.2:7400", "b")

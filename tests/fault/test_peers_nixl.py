@@ -65,6 +65,7 @@ def test_a_load_comes_by_the_movers_and_says_so(both: Pair) -> None:
 # ---- movers that die
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["lends", "reads"])
 def test_a_mover_is_killed_in_mid_read(both: Pair, which: str, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever is under way is a hit all the same, over the connection; with the next mover blocks go by NIXL again."""
@@ -93,6 +94,7 @@ def test_a_mover_is_killed_in_mid_read(both: Pair, which: str, caplog: pytest.Lo
     wait_until(by_the_mover_again)
 
 
+@pytest.mark.slow
 @needs_nixl
 @pytest.mark.parametrize("which", ["lends", "reads"])
 def test_a_mover_that_hangs_costs_its_time_and_no_hit(which: str) -> None:
@@ -127,6 +129,7 @@ def test_a_mover_that_writes_nothing(model: Pair, network: ModelNetwork) -> None
     assert network.writes > 0 and model.moved == 0
 
 
+@pytest.mark.slow
 def test_too_many_writes_that_do_not_end_end_the_mover(network: ModelNetwork) -> None:
     network.hang = True
     lends, reads = model_mover(network, 0.05), model_mover(network)

@@ -145,6 +145,7 @@ S3_FAULTS = {
 """And what is said when such a store is not asked any more: nothing, where that may be or not."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", S3_FAULTS)
 def test_an_object_store_on_a_bad_day(s3: Pair, name: str) -> None:
     endure(s3, *S3_FAULTS[name])
@@ -259,6 +260,7 @@ def test_nobody_waits_for_a_store_but_those_who_want_its_blocks(redis: Pair, tmp
         waits.end(begun, away, limit_s=60.0)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_killed_half_way_through_an_upload(s3: Pair, tmp_path: Path) -> None:
     """What it had written before is found; what it was writing is not there, and the next one writes it."""
     whole, half = chain(8000), chain(8001)

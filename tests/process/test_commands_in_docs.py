@@ -110,6 +110,7 @@ def test_lines_were_found() -> None:
 RUN = [line for line in LINES if words_of(line)[0] not in PARSED_ONLY or "--once" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", RUN)
 def test_what_needs_only_a_manager_is_run(
     make_node: Callable[..., Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str

@@ -36,6 +36,8 @@ sys.path.insert(0, str(SCRIPTS))
 from panel_queries import WINDOW, Panel  # noqa: E402  # a script is found once its folder is on the path
 from panels import ROWS  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 PANELS = {f"{row.title}: {panel.title}": panel for row in ROWS for panel in row.panels}
 SEEN_S = 60.0
 

@@ -20,6 +20,8 @@ from kvbm.vllm_integration.request_facts import prompt_digest
 from rigs.admin import Engine, Node
 from rigs.manager import LAYOUT, NAMESPACE, OTHER
 
+pytestmark = pytest.mark.slow
+
 TOKENS = list(range(700, 720))
 """Five blocks."""
 

@@ -230,6 +230,7 @@ def test_a_table_a_file_and_a_picture(plan, tmp_path: Path, target: tuple[str, s
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.json", "p.png"]
 
 
+@pytest.mark.slow
 def test_all_that_was_tried_and_prices_of_ones_own(plan) -> None:
     words = (*SHORT, "--target-ttft", "60ms@p50", "--price-host", "2", "--price-disk", "0")
     few, everything = plan(*words)[1], plan(*words, "--all")[1]
@@ -261,6 +262,7 @@ def test_no_size_is_said_clearly(plan, tmp_path: Path) -> None:
     assert "No cache is needed" in plan(*SHORT, "--target-ttft", "100s")[1]
 
 
+@pytest.mark.slow
 def test_what_a_machine_has_in_place_of_prices(plan, monkeypatch, tmp_path: Path) -> None:
     has = Bounds(host_bytes=4 * GB, disk_bytes=20 * GB)
     monkeypatch.setattr(cheapest, "this_machine", lambda directory: has)

@@ -18,6 +18,8 @@ from kvbm.sim.replay.fleet import fleet_replay, routed
 from kvbm.sim.serving.store import POLL_S, SWEEP_S, StoreRules, StoreUse
 from kvbm.sim.traces.synthetic import ChatShape, chats
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 300
 BYTES_PER_TOKEN = 131_072
 TRACE = chats(ChatShape(), limit=LIMIT)

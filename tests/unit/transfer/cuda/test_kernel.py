@@ -54,6 +54,7 @@ def found() -> dict[str, str]:
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_interpreted_kernel(found: dict[str, str], check: str) -> None:
     assert found[check] == "", found[check]
