@@ -92,6 +92,7 @@ def test_disk_without_host(launcher: Launcher, start: Start, references: Any, tm
     launcher.assert_nothing_held()
 
 
+@pytest.mark.swallows("^RuntimeError: injected: this copy fails")
 @pytest.mark.parametrize("every", [1, 2])
 def test_loads_that_fail(
     launcher: Launcher, start: Start, references: Any, tmp_path: Path, every: int
@@ -108,6 +109,7 @@ def test_loads_that_fail(
     launcher.assert_nothing_held()
 
 
+@pytest.mark.swallows("^RuntimeError: injected: this copy fails")
 def test_loads_that_fail_under_policy_fail(start: Start, references: Any) -> None:
     """Such a request ends early, by its user's choice; none gets a wrong token, none hangs."""
     engine = start("windows", host(HOST_BLOCKS), transfer={**KV_CONNECTOR, "kv_load_failure_policy": "fail"})
@@ -125,6 +127,7 @@ def test_loads_that_fail_under_policy_fail(start: Start, references: Any) -> Non
     assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
 
 
+@pytest.mark.swallows("^RuntimeError: injected: this copy fails")
 def test_two_ranks(launcher: Launcher, start: Start, references: Any, tmp_path: Path) -> None:
     """One of two ranks fails at every second load: the other's part is of no use then."""
     engine = start("windows", disk(tmp_path, SMALL_HOST_BLOCKS), tensor_parallel_size=2)
