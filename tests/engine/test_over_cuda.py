@@ -19,7 +19,8 @@ from engine.model_runners import V1, chosen, runs_v2
 from engine.tier_settings import host
 from engine.workload import again, small_workload
 
-LATE_S = 0.02
+LATE_S = {"batch": 0.1, "rows": 0.02}
+"""How long a call's copies take, by method: a batch takes several steps, and rows are many calls behind one another."""
 TURNS = ("", "+")
 FAIL = {**KV_CONNECTOR, "kv_load_failure_policy": "fail"}
 NOTHING = {"requests": 0, "lookups": 0, "stores": 0}
@@ -59,8 +60,8 @@ def check_device(engine: EngineProcess) -> None:
 def check_late_copies(
     launcher: Launcher, reference: Reference, library: Path, method: str, *, layerwise: bool
 ) -> None:
-    """The engine's answers, while each copy takes up to `LATE_S`."""
-    with over_cuda.on_cuda(launcher.process, library, LATE_S):
+    """The engine's answers, while each call's copies take up to `LATE_S`."""
+    with over_cuda.on_cuda(launcher.process, library, LATE_S[method]):
         engine = start(launcher, method, layerwise=layerwise)
         engine.call(reach.count_layers, timeout_s=20.0)
         assert ask(engine, reference) == []
@@ -102,7 +103,7 @@ def test_late_copies_on_v2(
 @runs_v1
 def test_copies_that_fail(launcher: Launcher, v1_reference: Reference, libcuda_path: Path) -> None:
     """The driver refuses batches, some of which it has begun: they are computed again, or not kept."""
-    with over_cuda.on_cuda(launcher.process, libcuda_path, LATE_S):
+    with over_cuda.on_cuda(launcher.process, libcuda_path, LATE_S["batch"]):
         engine = start(launcher, "batch", layerwise=False)
         engine.call(over_cuda.fail_by_chance, "batch", 0.1, timeout_s=20.0)
         assert ask(engine, v1_reference) == []
@@ -117,5 +118,5 @@ def test_copies_that_fail(launcher: Launcher, v1_reference: Reference, libcuda_p
 def test_control_an_engine_that_does_not_wait(
     launcher: Launcher, v1_reference: Reference, libcuda_path: Path, fault: str, layerwise: bool
 ) -> None:
-    with over_cuda.on_cuda(launcher.process, libcuda_path, LATE_S, fault):
+    with over_cuda.on_cuda(launcher.process, libcuda_path, LATE_S["batch"], fault):
         assert ask(start(launcher, "batch", layerwise=layerwise), v1_reference) != []
