@@ -109,14 +109,13 @@ def make_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
 
 
 @pytest.fixture(scope="session")
-def libcuda_path(request: pytest.FixtureRequest) -> Path:
-    """The stand-in for the CUDA driver, compiled once."""
+def libcuda_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stand-in for the CUDA driver, compiled once in a session: that takes a second."""
     from rigs.libcuda import build
 
     if reason := build.missing_reason():
         pytest.skip(reason)
-    assert request.config.cache is not None
-    return build.build_library(request.config.cache.mkdir("libcuda"))
+    return build.build_library(tmp_path_factory.mktemp("libcuda"))
 
 
 @pytest.fixture
