@@ -19,7 +19,8 @@ from engine.model_runners import V1, chosen, runs_v2
 from engine.tier_settings import host
 from engine.workload import again, small_workload
 
-LATE_S = 0.02
+LATE_S = {"batch": 0.1, "rows": 0.02}
+"""How long a call's copies take, by method: a batch takes several steps, and rows are many calls behind one another."""
 HANGS_S = 0.5
 TURNS = ("", "+")
 FAIL = {**KV_CONNECTOR, "kv_load_failure_policy": "fail"}
@@ -60,8 +61,8 @@ def check_device(engine: EngineProcess) -> None:
 def check_late_copies(
     launcher: Launcher, reference: Reference, library: Path, method: str, *, layerwise: bool
 ) -> None:
-    """The engine's answers, while each copy takes up to `LATE_S`."""
-    with over_cuda.on_cuda(launcher.process, library, LATE_S):
+    """The engine's answers, while each call's copies take up to `LATE_S`."""
+    with over_cuda.on_cuda(launcher.process, library, LATE_S[method]):
         engine = start(launcher, method, layerwise=layerwise)
         engine.call(reach.count_layers, timeout_s=20.0)
         assert ask(engine, reference) == []
@@ -103,7 +104,7 @@ def test_late_copies_on_v2(
 @runs_v1
 def test_copies_that_fail(launcher: Launcher, v1_reference: Reference, libcuda_path: Path) -> None:
     """The driver refuses batches, some of which it has begun: they are computed again, or not kept."""
-    with over_cuda.on_cuda(launcher.process, libcuda_path, LATE_S):
+    with over_cuda.on_cuda(launcher.process, libcuda_path, LATE_S["batch"]):
         engine = start(launcher, "batch", layerwise=False)
         engine.call(over_cuda.fail_by_chance, "batch", 0.1, timeout_s=20.0)
         assert ask(engine, v1_reference) == []
@@ -116,7 +117,7 @@ def test_copies_that_fail(launcher: Launcher, v1_reference: Reference, libcuda_p
 def test_stores_that_hang_cost_the_cache_alone(
     launcher: Launcher, v1_reference: Reference, libcuda_path: Path
 ) -> None:
-    with over_cuda.on_cuda(launcher.process, libcuda_path, LATE_S):
+    with over_cuda.on_cuda(launcher.process, libcuda_path, LATE_S["batch"]):
         engine = start(launcher, "batch", layerwise=False)
         engine.call(over_cuda.stop_copies, HANGS_S, timeout_s=20.0)
         assert ask(engine, v1_reference) == []
@@ -127,7 +128,7 @@ def test_stores_that_hang_cost_the_cache_alone(
 def test_a_load_that_hangs_ends_the_engine(
     launcher: Launcher, v1_reference: Reference, libcuda_path: Path
 ) -> None:
-    with over_cuda.on_cuda(launcher.process, libcuda_path, LATE_S):
+    with over_cuda.on_cuda(launcher.process, libcuda_path, LATE_S["batch"]):
         engine = start(launcher, "batch", layerwise=False)
         assert differences(v1_reference, engine.run(small_workload())) == []
         engine.call(over_cuda.stop_copies, HANGS_S, timeout_s=20.0)
@@ -141,5 +142,5 @@ def test_a_load_that_hangs_ends_the_engine(
 def test_control_an_engine_that_does_not_wait(
     launcher: Launcher, v1_reference: Reference, libcuda_path: Path, fault: str, layerwise: bool
 ) -> None:
-    with over_cuda.on_cuda(launcher.process, libcuda_path, LATE_S, fault):
+    with over_cuda.on_cuda(launcher.process, libcuda_path, LATE_S["batch"], fault):
         assert ask(start(launcher, "batch", layerwise=layerwise), v1_reference) != []

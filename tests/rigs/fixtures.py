@@ -109,14 +109,13 @@ def make_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
 
 
 @pytest.fixture(scope="session")
-def libcuda_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The stand-in for the CUDA driver, compiled once; once a session where pytest keeps no cache."""
+def libcuda_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stand-in for the CUDA driver, compiled once in a session: that takes a second."""
     from rigs.libcuda import build
 
     if reason := build.missing_reason():
         pytest.skip(reason)
-    cache = getattr(request.config, "cache", None)
-    return build.build_library(cache.mkdir("libcuda") if cache else tmp_path_factory.mktemp("libcuda"))
+    return build.build_library(tmp_path_factory.mktemp("libcuda"))
 
 
 @pytest.fixture

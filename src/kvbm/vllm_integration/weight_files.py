@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbm import engine_start
+from kvbm.errors import SettingsError
 from kvbm.settings import available_memory_bytes, load_settings, process_environment
 from kvbm.strict import record_swallowed
 from kvbm.vllm_integration.weight_changes import watch
@@ -64,6 +65,8 @@ def _begun_first(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(wrapper: Any, *arguments: Any, **more: Any) -> Any:
         try:
             begin(wrapper.vllm_config)
+        except SettingsError:
+            pass  # the connector reports it
         except Exception as error:  # vLLM's classes differ between releases
             record_swallowed(error)
             log.debug("no digests of weights beside the load", exc_info=True)
