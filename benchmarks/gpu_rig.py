@@ -70,11 +70,11 @@ class Rig:
         """The ways of copying that this driver and installation offer."""
         if not self.cuda:
             return ["cpu"]
-        from kvbm.transfer.cuda.choice import offered
+        from kvbm.transfer.cuda.choice import list_methods
         from kvbm.transfer.cuda.device import TorchDevice
         from kvbm.transfer.cuda.driver import CudaDriver
 
-        return offered(CudaDriver(), TorchDevice(self.device))
+        return list_methods(CudaDriver(), TorchDevice(self.device))
 
     @cached_property
     def methods(self) -> list[str]:

@@ -85,8 +85,9 @@ def _install_venv_module() -> bool:
     sys.path.insert(0, str(ROOT / "tests" / "rigs"))
     from system_packages import install
 
-    say("installing Debian package python3-venv")
-    return not install("python3-venv")
+    reason = install("python3-venv")
+    say(f"python3-venv {'cannot be installed: ' + reason if reason else 'is installed'}")
+    return not reason
 
 
 def fingerprint(script: str, *parts: str) -> str:

@@ -34,7 +34,7 @@ class HangWatch:
         """The oldest copy under way takes longer than `LATE_S`."""
 
     @contextmanager
-    def calling(self) -> Iterator[None]:
+    def watch_call(self) -> Iterator[None]:
         """Around a call that begins copies."""
         self._called_s = self._clock()
         try:
@@ -60,7 +60,7 @@ class HangWatch:
             raise CopyHung(f"a {self._kind} has not ended within {COPY_S_MAX:g} s")
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def watch_wait(self) -> Iterator[None]:
         """Around a wait for a copy, which raises CopyHung."""
         try:
             yield
@@ -96,6 +96,6 @@ class Watches:
         return self._loads.hung or self._loads.call_hangs()
 
     @property
-    def hang(self) -> bool:
+    def has_hung(self) -> bool:
         """Whether copies of either kind do not end."""
         return self.stores_hang or self.loads_hang

@@ -171,7 +171,7 @@ class Loading:
         if intact:
             end = start + intact
             pairs = list(zip(plan.device_blocks[start:end], plan.slots[start:end], strict=True))
-            with self.watch.calling():
+            with self.watch.watch_call():
                 copying = mapping.copier.begin_load(pairs, after.event)
             self._put(job, start, end, copying, intact * mapping.slot_bytes)
 
@@ -189,13 +189,12 @@ class Loading:
             if mapping.intact(plan.slots, plan.generations) < len(plan.slots):
                 return
             pairs = list(zip(plan.device_blocks, plan.slots, strict=True))
-            gate.writes = (
-                True  # before the look at what the engine's thread says, which looks the other way round
-            )
+            # Set before `abandoned` is read: the engine's thread sets `abandoned` before it reads this.
+            gate.writes = True
             for layer in mapping.layers:
                 if gate.abandoned:
                     break
-                with self.watch.calling():
+                with self.watch.watch_call():
                     begun.append(mapping.copier.begin_load(pairs, after.event, layer))
                 gate.open(layer, begun[-1])
         except Exception as error:
@@ -221,7 +220,7 @@ class Loading:
             job = piece.job
             try:
                 if wait:
-                    with self.watch.waiting():
+                    with self.watch.watch_wait():
                         piece.copying.wait()
                 elif not piece.copying.done():
                     self.watch.check_oldest(piece.begun_s)

@@ -110,7 +110,7 @@ class Mover:
         """
         if not self._thread.is_alive():
             return True
-        if self.watches.hang or self.watches.is_stuck:
+        if self.watches.has_hung or self.watches.is_stuck:
             return False
         job = DrainJob()
         self.put(job)
@@ -254,7 +254,7 @@ class Mover:
             self._storing.drain()
             self._loading.end_all()
         finally:
-            if not self.watches.hang:
+            if not self.watches.has_hung:
                 job.done.set()
 
     def _store(self, job: StoreJob) -> None:
@@ -278,7 +278,7 @@ class Mover:
         if mapping.intact(plan.slots, plan.generations) < len(plan.slots):
             return None
         try:
-            with self._storing.watch.calling():
+            with self._storing.watch.watch_call():
                 return mapping.copier.begin_store(
                     list(zip(plan.device_blocks, plan.slots, strict=True)), after.event
                 )

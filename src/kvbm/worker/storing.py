@@ -60,7 +60,7 @@ class Storing:
             store = self._under_way[0]
             try:
                 if wait:
-                    with self.watch.waiting():
+                    with self.watch.watch_wait():
                         store.copying.wait()
                 elif not store.copying.done():
                     self.watch.check_oldest(store.started_s)

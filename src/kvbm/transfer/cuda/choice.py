@@ -67,7 +67,7 @@ class Choice(NamedTuple):
         return f"stores by {store.name}, loads by {load.name}"
 
 
-def offered(driver: Driver, device: Device) -> list[str]:
+def list_methods(driver: Driver, device: Device) -> list[str]:
     """The ways of copying that this driver and installation have."""
     names = [BATCH, ROWS] if driver.has_batch else [ROWS]
     if driver.can_use_host_pointers(device.index):
@@ -80,7 +80,7 @@ def offered(driver: Driver, device: Device) -> list[str]:
     return names
 
 
-def choose(
+def choose_methods(
     name: str, driver: Driver, device: Device, layouts: Sequence[Pieces], slots: SlotRows, stream: Stream
 ) -> Choice:
     """The ways of copying these layouts: by the rule, or always the one of that name.
@@ -88,7 +88,7 @@ def choose(
     All that Triton may have to compile is compiled. Raises SettingsError for a way that is not offered here, KvbmError
     where the kernel is named and cannot be used.
     """
-    names = offered(driver, device)
+    names = list_methods(driver, device)
     if name not in (AUTO, *names):
         from kvbm.settings import variable  # here, because copies are measured where only torch is installed
 

@@ -20,7 +20,7 @@ import torch
 from kvbm.errors import CopyHung, DeviceLost
 from kvbm.numa import keep_thread_on
 from kvbm.transfer.copier import COPY_S_MAX, Copying, DeviceEvent, Pairs, assert_arena, checked
-from kvbm.transfer.cuda.choice import AUTO, Choice, choose
+from kvbm.transfer.cuda.choice import AUTO, Choice, choose_methods
 from kvbm.transfer.cuda.device import LOAD_PRIORITY, STORE_PRIORITY, Device, Stream, TorchDevice, first_line
 from kvbm.transfer.cuda.driver import CudaDriver, CudaError, Driver
 from kvbm.transfer.cuda.lock_turns import LockTurns
@@ -68,7 +68,7 @@ class CudaCopying(NamedTuple):
 
 
 class CudaCopier:
-    """See `Copier`. `method` is one that `choice.offered` names, or `auto` (see `choice`).
+    """See `Copier`. `method` is one that `choice.list_methods` names, or `auto` (see `choice`).
 
     From the first copy on a thread page-locks the arena. Slots that are not locked yet are copied through a bounded
     page-locked buffer (`staging`), and so are all of them where the driver refuses to lock. Pages that were never
@@ -106,7 +106,7 @@ class CudaCopier:
             self._load_stream = self._device.new_stream(LOAD_PRIORITY)
             # In a thread of ours: in the engine's, memory may come from a pool that the engine empties when it sleeps.
             with ThreadPoolExecutor(1, "kvbm-cuda-tables") as ours:
-                self._choice = ours.submit(self._choose, method).result()
+                self._choice = ours.submit(self._choose_methods, method).result()
             self._staging = Staging(arena, self._driver, self._device, self._choice.engines)
         _log.info("%s", self._choice)
         self._locks = PageLocks(self._slots, arena.shape[0], self._driver, self._device, turns)
@@ -222,11 +222,11 @@ class CudaCopier:
                 raise
         return CudaCopying(event, staged)
 
-    def _choose(self, method: str) -> Choice:
+    def _choose_methods(self, method: str) -> Choice:
         self._driver.adopt_thread(self._device.index)
         with self._device.active():
             layouts = [self._pieces, *self._layers.values()]
-            return choose(method, self._driver, self._device, layouts, self._slots, self._load_stream)
+            return choose_methods(method, self._driver, self._device, layouts, self._slots, self._load_stream)
 
     def _lock(self) -> None:
         keep_thread_on(self._numa_node)

@@ -181,7 +181,7 @@ def test_without_triton_the_kernel_is_not_offered(
 ) -> None:
     monkeypatch.setitem(sys.modules, "kvbm.transfer.cuda.kernel", None)
     model = Model()
-    assert cuda_choice.offered(model.driver, model.device) == ["batch", "rows"]
+    assert cuda_choice.list_methods(model.driver, model.device) == ["batch", "rows"]
     bench = Bench(of_pieces(SMALL), model, AUTO)
     assert bench.copier.choice.kernel is None
     assert warnings(caplog) == []
