@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 IDLE_WAIT_S_MAX = 10.0
 IDLE_STEP_S = 0.3
 ROUGH_CHARACTERS_PER_TOKEN = 8
+EXPECTED_TIME = "about 3 minutes on 2 CPU cores"
+"""Measured with the demo's own model."""
 
 ChooseRuns = Callable[[workload.Workload, Path, tuple[int, int]], tuple[RunSpec, ...]]
 """Gives the runs for these sizes, an empty directory for a disk tier, and two free ports."""
@@ -56,7 +58,9 @@ def run_experiment(options: Options, reporter: Reporter, choose_runs: ChooseRuns
     try:
         chosen = choose_runs(load, disk_dir, (free_port(), free_port()))
         experiment = _Experiment(options, load, model, local, reporter)
-        runs = tuple(experiment.run(spec) for spec in chosen)
+        usual = options.model is None and not (options.short or options.cuda)
+        reporter.say(f"{len(chosen)} servers, one after the other" + (f": {EXPECTED_TIME}" if usual else ""))
+        runs = _run_each(experiment, chosen, reporter)
     finally:
         shutil.rmtree(disk_dir, ignore_errors=True)
     settings: dict[str, str | int] = {
@@ -68,6 +72,18 @@ def run_experiment(options: Options, reporter: Reporter, choose_runs: ChooseRuns
         "working set": f"{load.working_set_blocks} blocks",
     }
     return Results(machine=describe(options.cuda_device), settings=settings, runs=runs)
+
+
+def _run_each(experiment: _Experiment, chosen: tuple[RunSpec, ...], reporter: Reporter) -> tuple[Run, ...]:
+    """All runs, one after the other. The first one, which finds nothing cached, bounds how long the others take."""
+    runs: list[Run] = []
+    began_s = time.monotonic()
+    for spec in chosen:
+        runs.append(experiment.run(spec))
+        left = len(chosen) - len(runs)
+        each_s = (time.monotonic() - began_s) / len(runs)
+        reporter.say(f"{spec.title}: done" + (f"; about {each_s * left:.0f} s to go" if left else ""))
+    return tuple(runs)
 
 
 def _own_model_words(options: Options) -> str:
