@@ -1,6 +1,6 @@
 """The speed of the simulator: blocks asked for in a second, by policy and size, against LRU in the same run.
 
-python -m benchmarks.simulator [--trace FILE] [--policies lru,s3fifo] [--sizes 1%,5%,20%]
+python -m benchmarks.simulator [--trace FILE] [--policies lru,gittins] [--sizes 1%,5%,20%]
 """
 
 from __future__ import annotations

@@ -75,9 +75,7 @@ def recording(runtime_dir: str, expected: int) -> Iterator[io.BytesIO]:
     assert ends == [""]
 
 
-@pytest.mark.parametrize(
-    ("policy", "blocks"), [("lru", 30), ("gittins", 30), ("gittins", 80), ("s3fifo", 80)]
-)
+@pytest.mark.parametrize(("policy", "blocks"), [("lru", 30), ("gittins", 30), ("gittins", 80)])
 def test_hit_rates_of_an_engine_and_of_the_simulator_agree(
     launcher: Launcher, tmp_path: Path, policy: str, blocks: int
 ) -> None:

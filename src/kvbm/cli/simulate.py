@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 app = typer.Typer(rich_markup_mode=None)
 
 DEFAULT_SIZES = "1%,2%,5%,10%,20%"
-DEFAULT_POLICIES = "lru,s3fifo,gittins,belady"
-DEFAULT_TIMED_POLICIES = "lru,gittins"
-DEFAULT_GROUPED_POLICIES = "lru,s3fifo,gittins"
+DEFAULT_POLICIES = "lru,gittins,belady"
+DEFAULT_DRIVEN_POLICIES = "lru,gittins"
+"""With times or groups, where the optimum is not known."""
 
 _EXAMPLES = """\b
 Examples:
@@ -45,7 +45,8 @@ Policies = Annotated[
     typer.Option(
         "--policy",
         metavar="NAMES",
-        help="Comma-separated. `belady` is the offline optimum; `all` is every one.",
+        help="Comma-separated. `belady` is the offline optimum; `all` is every one. `libcachesim:NAME` compares with "
+        "libCacheSim's lru, s3fifo, sieve, arc, tinylfu or gdsf (pip install libcachesim).",
     ),
 ]
 Host = Annotated[
@@ -192,11 +193,9 @@ def simulate(
     from kvbm.sim.traces.formats import ReadOptions
 
     timed = times or disk is not None
-    if timed and policy == DEFAULT_POLICIES:
-        policy = DEFAULT_TIMED_POLICIES
     kv = read_model(bytes_per_token, model)
-    if kv.model is not None and policy == DEFAULT_POLICIES:
-        policy = DEFAULT_GROUPED_POLICIES
+    if policy == DEFAULT_POLICIES and (timed or kv.model is not None):
+        policy = DEFAULT_DRIVEN_POLICIES
     links = (host_bandwidth, disk_read, disk_write)
     simulation = Simulation(
         traces=traces,

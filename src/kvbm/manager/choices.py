@@ -29,7 +29,7 @@ def _choose(
     registry: PolicyRegistry[P, PolicyT], field: str, name: str, *args: P.args, **kwargs: P.kwargs
 ) -> PolicyT:
     if name not in registry.built_in and name not in (factories := registry.factories()):
-        raise SettingsError(field, name, f"one of: {', '.join(factories)}")
+        raise SettingsError(field, name, f"one of: {registry.accepted(factories)}")
     try:
         return registry.make(name, *args, **kwargs)
     except Exception as error:  # code of an installed package

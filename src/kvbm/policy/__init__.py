@@ -6,9 +6,7 @@
 from kvbm.policy.admission.filter import AdmitAll, DiskFilter
 from kvbm.policy.admission.ghost import GhostAdmission
 from kvbm.policy.admission.write_budget import WriteBudget
-from kvbm.policy.arc import Arc
 from kvbm.policy.contract import AdmissionPolicy, EvictionPolicy
-from kvbm.policy.gdsf import BlockCost, Gdsf
 from kvbm.policy.lru import LeafFirstLru
 from kvbm.policy.registry import (
     AdmissionFactory,
@@ -18,25 +16,16 @@ from kvbm.policy.registry import (
     make_admission,
     make_policy,
 )
-from kvbm.policy.s3fifo import S3Fifo
-from kvbm.policy.sieve import Sieve
-from kvbm.policy.tinylfu import WTinyLfu
 
 __all__ = [
     "AdmissionFactory",
     "AdmissionPolicy",
     "AdmitAll",
-    "Arc",
-    "BlockCost",
     "DiskFilter",
     "EvictionPolicy",
-    "Gdsf",
     "GhostAdmission",
     "LeafFirstLru",
     "PolicyFactory",
-    "S3Fifo",
-    "Sieve",
-    "WTinyLfu",
     "WriteBudget",
     "admission_policies",
     "eviction_policies",

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Container, Hashable, Iterable, Sequence
 
 from kvbm.block import BlockState
-from kvbm.policy.leaf_first import BlockTree
+from kvbm.policy.block_tree import BlockTree
 
 _FREE = int(BlockState.FREE)
 _FILLING = int(BlockState.FILLING)

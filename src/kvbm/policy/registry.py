@@ -12,19 +12,14 @@ A package brings one by an entry point: its name, and a callable that makes a po
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
 from kvbm.policy.admission.filter import AdmitAll, DiskFilter
 from kvbm.policy.admission.ghost import GhostAdmission
-from kvbm.policy.arc import Arc
 from kvbm.policy.contract import AdmissionPolicy, EvictionPolicy
-from kvbm.policy.gdsf import Gdsf
 from kvbm.policy.lru import LeafFirstLru
-from kvbm.policy.s3fifo import S3Fifo
-from kvbm.policy.sieve import Sieve
-from kvbm.policy.tinylfu import WTinyLfu
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -64,6 +59,12 @@ class PolicyRegistry(Generic[P, PolicyT]):
             factories.setdefault(entry.name, partial(self._make_installed, entry))
         return factories
 
+    def accepted(self, names: Iterable[str]) -> str:
+        """The names that can be used, and where others would come from, for an error line."""
+        return (
+            f"{', '.join(names)}, or a policy of an installed package (entry point {self.entry_point_group})"
+        )
+
     def make(self, name: str, *args: P.args, **kwargs: P.kwargs) -> PolicyT:
         """The policy of that name.
 
@@ -72,7 +73,7 @@ class PolicyRegistry(Generic[P, PolicyT]):
         # A built-in one without a search through everything that is installed.
         factories = self.built_in if name in self.built_in else self.factories()
         if name not in factories:
-            raise ValueError(f"{self.kind} policy {name!r}: not known; accepted: {', '.join(factories)}")
+            raise ValueError(f"{self.kind} policy {name!r}: not known; accepted: {self.accepted(factories)}")
         return factories[name](*args, **kwargs)
 
     def _make_installed(self, entry: EntryPoint, *args: P.args, **kwargs: P.kwargs) -> PolicyT:
@@ -96,11 +97,6 @@ EVICTION: PolicyRegistry[[int], EvictionPolicy] = PolicyRegistry(
     {
         "gittins": _gittins,
         "lru": LeafFirstLru,
-        "s3fifo": S3Fifo,
-        "sieve": Sieve,
-        "arc": Arc,
-        "tinylfu": WTinyLfu,
-        "gdsf": Gdsf,
     },
 )
 ADMISSION: PolicyRegistry[[int, float], AdmissionPolicy] = PolicyRegistry(

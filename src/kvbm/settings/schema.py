@@ -132,8 +132,7 @@ class Settings(RemoteSettings, frozen=True, kw_only=True):
     eviction: Annotated[
         str,
         Setting("DYN_KVBM_EVICTION", "--eviction", metavar="POLICY", ours=True),
-        "policy that decides which block a full tier evicts: gittins, lru, s3fifo, sieve, arc, tinylfu, gdsf, "
-        "or a policy of an installed package",
+        "policy that decides which block a full tier evicts: gittins, lru, or a policy of an installed package",
     ] = "gittins"
     salt_share: Annotated[
         float,

@@ -113,14 +113,6 @@ class CheckedTier:
         self._fill(run[: self.slot_count - len(self.blocks)], parent, tail)
         return victims
 
-    def serve(self, path: Path) -> int:
-        """A request for the chain comes, and its missing blocks are filled; how many of its first blocks were here."""
-        self.request(path)
-        hits = [self.find(block) >= 0 for block in chain_of(path)]
-        self.reserve(path)
-        self.commit([slot for slot, block in self.blocks.items() if not block.resident])
-        return (*hits, False).index(False)
-
     def commit(self, slots: Sequence[int]) -> None:
         """The slots are filled: resident from now on."""
         for slot in slots:

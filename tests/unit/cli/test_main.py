@@ -209,7 +209,7 @@ def one_of(setting):
         "addresses, host:port": "h:37",
         "URLs": "http://h:37",
         "number, 0 to 1": "0.25",
-        "text": "gdsf",
+        "text": "lru",
     }
     if setting.choices:
         return next(

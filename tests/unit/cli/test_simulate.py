@@ -227,6 +227,7 @@ def test_a_model_with_several_groups(simulate, tmp_path: Path) -> None:
         (("--sample", "0.5"), "--sample"),
         (("--curve",), "--curve"),
         (("--policy", "belady"), "--policy"),
+        (("--policy", "libcachesim:lru"), "--policy"),
     ],
 )
 def test_what_is_not_known_of_several_groups(simulate, options: tuple[str, ...], named: str) -> None:

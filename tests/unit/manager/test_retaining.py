@@ -57,7 +57,7 @@ def hints(manager: ManagerBench) -> dict[tuple[str, str], float]:
     }
 
 
-@pytest.mark.parametrize("eviction", ["lru", "gittins", "sieve"])
+@pytest.mark.parametrize("eviction", ["lru", "gittins"])
 def test_what_is_retained_stays_while_others_may_go(
     make_manager: Callable[..., ManagerBench], eviction: str
 ) -> None:

@@ -64,7 +64,7 @@ def flood(manager: ManagerBench, tenant: Tenant, prompts: int = 30) -> None:
         tenant.store(prompt)
 
 
-@pytest.mark.parametrize("eviction", ["lru", "gittins", "s3fifo", "sieve", "arc", "tinylfu", "gdsf"])
+@pytest.mark.parametrize("eviction", ["lru", "gittins"])
 @pytest.mark.parametrize(("share", "found"), [(1.0, 4), (0.5, 4), (0.0, 0)])
 def test_who_floods_evicts_nobody_below_their_share(
     make_manager: Callable[..., ManagerBench], eviction: str, share: float, found: int

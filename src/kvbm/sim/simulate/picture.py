@@ -16,14 +16,9 @@ COLOURS = {
     "lru": "#8a8f98",
     optimum.NAME: "#22262e",
     "gittins": "#2f6fde",
-    "s3fifo": "#0f9d76",
-    "sieve": "#d9480f",
-    "arc": "#9c36b5",
-    "tinylfu": "#e0a100",
-    "gdsf": "#0b7285",
 }
-"""A policy has its colour in every picture; `OTHER_COLOURS` are for those that packages bring."""
-OTHER_COLOURS = ("#c2255c", "#5c940d", "#1098ad", "#862e9c")
+"""A policy has its colour in every picture; `OTHER_COLOURS` are for libCacheSim's and those that packages bring."""
+OTHER_COLOURS = ("#0f9d76", "#d9480f", "#9c36b5", "#e0a100", "#0b7285", "#c2255c", "#5c940d")
 PANEL_IN, HEIGHT_IN, DPI = 7.4, 5.4, 150
 BAR_IN, BARS_BESIDE_IN = 0.36, 1.1
 """Of a picture of bars: the height of each with its gap, and that of the margins above and below."""

@@ -11,13 +11,15 @@ from kvbm.policy import eviction_policies, make_policy
 from kvbm.policy.contract import knows_hints
 from kvbm.sim.replay import optimum
 from kvbm.sim.replay.curves import LruCurve, lru_curve
+from kvbm.sim.replay.published import NAMES as PUBLISHED
+from kvbm.sim.replay.published import require_library
 from kvbm.sim.replay.sampling import Sample
 from kvbm.sim.serving.disk import DiskRules
 from kvbm.sim.serving.hybrid import HybridModel
 from kvbm.sim.serving.machine import Machine
 from kvbm.sim.simulate.report import Curve, Document, facts
 from kvbm.sim.simulate.sizes import TierSize
-from kvbm.sim.simulate.study import Progress, Setup, hit_row, time_row, with_gaps
+from kvbm.sim.simulate.study import HIT_RATES_ALONE, Progress, Setup, hit_row, time_row, with_gaps
 from kvbm.sim.traces.formats import ReadOptions, read_trace
 from kvbm.sim.traces.halves import halves
 from kvbm.sim.traces.said import Kind, Told, told
@@ -98,20 +100,27 @@ class Simulation:
         ):
             if given:
                 raise SettingsError(option, "given", f"nothing with {model.name}, which has several groups")
-        if optimum.NAME in self.policies:
-            accepted = f"a policy: the optimum of several groups is not known, and {model.name} has them"
-            raise SettingsError("--policy", optimum.NAME, accepted)
+        for name in self.policies:
+            if name in HIT_RATES_ALONE:
+                accepted = (
+                    f"one of {', '.join(eviction_policies())} with {model.name}, which has several groups"
+                )
+                raise SettingsError("--policy", name, accepted)
 
 
 def parse_policies(text: str, timed: bool) -> list[str]:
-    """The policies that a list names; `all` is every one. With times the optimum is none: it cannot be driven."""
-    known = [*eviction_policies(), *([] if timed else [optimum.NAME])]
+    """The policies that a list names; `all` is every one but libCacheSim's. With times none of `HIT_RATES_ALONE` is
+    accepted."""
+    ours = [*eviction_policies(), *([] if timed else [optimum.NAME])]
+    known = [*ours, *([] if timed else PUBLISHED), "all"]
     chosen: list[str] = []
     for name in (word.strip() for word in text.split(",")):
-        if name not in (*known, "all"):
-            without = "; the optimum has no times" if name == optimum.NAME else ""
-            raise SettingsError("--policy", name, f"one of {', '.join(known)}, or all{without}")
-        chosen += known if name == "all" else [name]
+        if name not in known:
+            without = "; this one has no times" if name in HIT_RATES_ALONE else ""
+            raise SettingsError("--policy", name, f"one of {', '.join(known)}{without}")
+        if name in PUBLISHED:
+            require_library(name)
+        chosen += ours if name == "all" else [name]
     return list(dict.fromkeys(chosen))
 
 
@@ -194,7 +203,7 @@ def _with_hints(simulation: Simulation, trace: Trace, seed: int) -> list[tuple[s
     said = [None if kind is None else told(trace, kind, seed) for kind in simulation.hints]
     found: list[tuple[str, Told | None]] = []
     for policy in simulation.policies:
-        listens = policy != optimum.NAME and knows_hints(make_policy(policy, 1))
+        listens = policy not in HIT_RATES_ALONE and knows_hints(make_policy(policy, 1))
         found += [(policy, each) for each in (said if listens else [None])]
     return found
 

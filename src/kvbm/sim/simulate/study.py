@@ -14,6 +14,8 @@ from kvbm.policy import make_policy
 from kvbm.present.numbers import quantile
 from kvbm.sim.replay import optimum
 from kvbm.sim.replay.grouped import grouped_replay
+from kvbm.sim.replay.published import NAMES as PUBLISHED
+from kvbm.sim.replay.published import published_replay
 from kvbm.sim.replay.replay import Replay, replay
 from kvbm.sim.replay.sampling import Sample
 from kvbm.sim.serving.disk import DiskRules
@@ -25,6 +27,8 @@ from kvbm.sim.traces.said import Told
 from kvbm.sim.traces.trace import Trace
 
 BASELINE = "lru"
+HIT_RATES_ALONE = (optimum.NAME, *PUBLISHED)
+"""Without times, groups or hints: no policy object can be driven by them."""
 
 Progress = Callable[[int], None]
 """Called with the number of requests of the run that are done."""
@@ -145,12 +149,14 @@ def run_policy(
     slots: Slots | None = None,
     told: Told | None = None,
 ) -> Replay:
-    """One replay; `policy` is a name of the registry, or, without groups, that of the optimum."""
+    """One replay; `policy` is a name of the registry, or, without groups, one of `HIT_RATES_ALONE`."""
     if slots is not None:
         made = make_policy(policy, capacity)
         return grouped_replay(trace, Grouping(slots.groups), capacity, made, on_progress)
     if policy == optimum.NAME:
         return optimum.optimum(trace, capacity, on_progress)
+    if policy in PUBLISHED:
+        return published_replay(trace, policy, capacity, on_progress)
     return replay(trace, capacity, make_policy(policy, capacity), on_progress, told)
 
 

@@ -159,7 +159,7 @@ def test_rules_that_are_none() -> None:
     disk=st.integers(1, 60),
     every_s=st.sampled_from([0.1, 1.0, 10.0]),
     rates=st.tuples(*[st.sampled_from([300.0, 3000.0, 1e9])] * 3),
-    policy=st.sampled_from(["lru", "gittins", "sieve"]),
+    policy=st.sampled_from(["lru", "gittins"]),
     rules=st.sampled_from(
         [DiskRules("all", "eviction"), DiskRules("filter", "eviction"), DiskRules("all", "eviction", 10**6)]
     ),

@@ -20,7 +20,7 @@ PANEL_PIXELS = (int(picture.HEIGHT_IN * picture.DPI), int(picture.PANEL_IN * pic
 def test_a_picture(tmp_path: Path, machine: Machine | None) -> None:
     plan = Simulation(
         traces=["synthetic"],
-        policies=["lru", "sieve"] if machine else ["lru", "sieve", "belady"],
+        policies=["lru", "gittins"] if machine else ["lru", "gittins", "belady"],
         host=parse_sizes("--host", "2%,100MB,2000blocks"),
         bytes_per_token=1024,
         curve=True,

@@ -110,7 +110,7 @@ def test_a_row_says_how_far_from_lru_to_the_optimum() -> None:
     rows = with_gaps(
         [
             hit_row(TRACE, 0, policy, "5%", 100, None, ignore, lambda: float(next(ticks)))
-            for policy in ("lru", "sieve", "belady")
+            for policy in ("lru", "gittins", "belady")
         ]
     )
     assert [rows[0].gap_closed, rows[2].gap_closed] == [0.0, 1.0]
@@ -123,9 +123,9 @@ def test_a_row_says_how_far_from_lru_to_the_optimum() -> None:
 def test_seeds_are_averaged() -> None:
     row = hit_row(TRACE, 0, "lru", "5%", 100, None, ignore)
     other = msgspec.structs.replace(row, seed=1, hit_rate=row.hit_rate + 0.2, blocks=103)
-    elsewhere = msgspec.structs.replace(row, policy="sieve")
+    elsewhere = msgspec.structs.replace(row, policy="gittins")
     means = averaged([row, elsewhere, other])
-    assert [mean.policy for mean in means] == ["lru", "sieve"]
+    assert [mean.policy for mean in means] == ["lru", "gittins"]
     assert means[0].hit_rate == pytest.approx(row.hit_rate + 0.1)
     assert means[0].blocks in (101, 102)
     assert means[0].gap_closed is None
@@ -149,10 +149,15 @@ def test_policies_by_name() -> None:
     everything = parse_policies("all", timed=False)
     assert everything[-1] == "belady"
     assert parse_policies("all", timed=True) == everything[:-1]
-    with pytest.raises(SettingsError, match=r"--policy='mru' cannot be used: one of .*belady, or all"):
-        parse_policies("lru,mru", timed=False)
-    with pytest.raises(SettingsError, match=r"--policy='belady' .*the optimum has no times"):
+    with pytest.raises(
+        SettingsError,
+        match=r"--policy='s3fifo' cannot be used: one of .*, libcachesim:s3fifo, ",
+    ):
+        parse_policies("lru,s3fifo", timed=False)
+    with pytest.raises(SettingsError, match=r"--policy='belady' .*this one has no times"):
         parse_policies("belady", timed=True)
+    with pytest.raises(SettingsError, match=r"--policy='libcachesim:arc' .*this one has no times"):
+        parse_policies("libcachesim:arc", timed=True)
 
 
 def test_a_plan_runs_every_policy_at_every_size_for_every_seed() -> None:
