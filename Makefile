@@ -67,10 +67,11 @@ sglang-table: setup  ## what becomes of wrong KV under SGLang: its own files and
 gpu-kit: setup  ## parts to carry to a CUDA machine without a network; ARGS=--rehearse runs all of it here
 	@$(BIN)/python scripts/gpu_kit.py $(ARGS)
 
-reference: setup  ## write the generated pages of docs/reference, and the dashboard
+reference: setup  ## write the generated pages of docs/reference, the dashboard, and the snapshot of the public surface
 	@$(BIN)/python -m kvbm.settings.reference > docs/reference/settings.md
 	@$(BIN)/python -m kvbm.observe.reference > docs/reference/metrics.md
 	@$(BIN)/python scripts/dashboard.py > deploy/grafana/kvbm.json
+	@PYTHONPATH=tests $(BIN)/python -m rigs.public_surface > tests/unit/public_surface.txt
 
 clean:  ## remove environments, caches and build results
 	rm -rf $(VENV) .venvs .gpu-kit .gpu-kit-rehearsal build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -65,8 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
         else:
+            from kvbm.cli.removed import describe_removal  # only an error needs it
+
             place = getattr(getattr(error, "ctx", None), "command_path", "kvbm")
-            _print_error(f"{error.format_message().rstrip('.')} (see {place} --help)")
+            unknown = f"{error.format_message().rstrip('.')} (see {place} --help)"
+            _print_error(describe_removal(error) or unknown)
         sys.exit(ERROR_EXIT_CODE)
 
 

@@ -1,4 +1,4 @@
-"""Variables of the original that are accepted without effect, so that its deployments start unchanged."""
+"""Names that set nothing, so that deployments start unchanged: variables of the original, and removed settings."""
 
 from __future__ import annotations
 
@@ -43,3 +43,25 @@ INEFFECTIVE: tuple[Ineffective, ...] = (
 
 OTHER_VARIABLES = ("DYN_SDK_DISABLE_ANSI_LOGGING",)
 """Variables of the original that ask for something we always do (plain log text): accepted without a warning."""
+
+
+class RemovedSetting(msgspec.Struct, frozen=True):
+    """A setting of an earlier version: its variable, its key in a file and in an engine's configuration, and what to
+    use `instead`, as the end of a sentence. Its flag has a row in `kvbm.cli.removed`.
+    """
+
+    variable: str
+    field: str
+    instead: str
+
+
+REMOVED: tuple[RemovedSetting, ...] = ()
+"""Accepted and ignored, with a warning that names the substitute."""
+
+
+def describe_removal(name: str) -> str:
+    """What a user of this variable or key reads, without the name; empty where no removed setting has this name."""
+    for row in REMOVED:
+        if name in (row.variable, row.field):
+            return f"was removed and is ignored: {row.instead}"
+    return ""

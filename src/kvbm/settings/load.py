@@ -17,7 +17,7 @@ from kvbm.errors import SettingsError
 from kvbm.present.numbers import format_bytes
 from kvbm.settings import parse, settings_file
 from kvbm.settings.advice import DEFAULT_ORIGIN, default_host_bytes, notices
-from kvbm.settings.ineffective import INEFFECTIVE, OTHER_VARIABLES, Ineffective
+from kvbm.settings.ineffective import INEFFECTIVE, OTHER_VARIABLES, Ineffective, describe_removal
 from kvbm.settings.places import runtime_dir_under
 from kvbm.settings.schema import FIELDS, FILE_VARIABLE, PREFIX, SCHEMA, Settings
 from kvbm.settings.setting import Kind, Setting
@@ -79,8 +79,8 @@ def load_settings(
         (
             _from_file(path, warnings, faults),
             _from_environment(environ, warnings, faults),
-            _from_mapping(_mapping(extra_config), EXTRA_CONFIG_ORIGIN, faults),
-            _from_mapping(overrides or {}, COMMAND_LINE_ORIGIN, faults),
+            _from_mapping(_mapping(extra_config), EXTRA_CONFIG_ORIGIN, warnings, faults),
+            _from_mapping(overrides or {}, COMMAND_LINE_ORIGIN, warnings, faults),
         ),
         start=1,
     ):
@@ -102,8 +102,10 @@ def settings_of_arguments(arguments: Mapping[str, object]) -> Settings:
     """The settings that a program gives as arguments of these names, checked as on every other way in; None counts as
     not given. Nothing else is read, neither the environment nor a file. Raises SettingsError, which names the argument.
     """
+    removed: list[str] = []
     faults: list[SettingsError] = []
-    found = _from_mapping(arguments, ARGUMENT_ORIGIN, faults)
+    found = _from_mapping(arguments, ARGUMENT_ORIGIN, removed, faults)
+    assert not removed, removed
     if faults:
         raise faults[0]
     return Settings(**{name: item.value for name, item in found.items()})  # type: ignore[arg-type]  # checked above
@@ -149,12 +151,14 @@ def _from_environment(
 
 
 def _from_mapping(
-    values: Mapping[str, object], origin: str, faults: list[SettingsError]
+    values: Mapping[str, object], origin: str, warnings: list[str], faults: list[SettingsError]
 ) -> dict[str, _Found]:
     """The command line, an engine's configuration or a program's arguments."""
     found: dict[str, _Found] = {}
     for field, value in values.items():
-        if field not in FIELDS:
+        if line := describe_removal(str(field)):
+            warnings.append(f"{origin}: {field} {line}")
+        elif field not in FIELDS:
             # The names come from an engine's configuration file: a wrong one is its user's mistake, not a programmer's.
             faults.append(
                 parse.reject(str(field), value, f"no setting has this name{_nearest(str(field), FIELDS)}")
@@ -204,9 +208,8 @@ def _from_file(path: Path | None, warnings: list[str], faults: list[SettingsErro
         if field in FIELDS:
             _take(found, field, f"{path}: {field}", value, f"file {path}", faults)
         else:
-            warnings.append(
-                f"{path}: {field} is not a setting of kvbm and is ignored{_nearest(field, FIELDS)}"
-            )
+            line = describe_removal(field) or _describe_unknown(field, FIELDS)
+            warnings.append(f"{path}: {field} {line}")
     return found
 
 
@@ -319,8 +322,10 @@ def _remark_on_names(environ: Mapping[str, str], warnings: list[str], faults: li
                 continue
             if asked:
                 warnings.append(f"{name} has no effect: {row.reason}")
+        elif line := describe_removal(name):
+            warnings.append(f"{name} {line}")
         elif name.startswith(PREFIX):
-            warnings.append(f"{name} is not a setting of kvbm and is ignored{_nearest(name, known)}")
+            warnings.append(f"{name} {_describe_unknown(name, known)}")
 
 
 def _remarks_on_values(found: Mapping[str, _Found]) -> list[str]:
@@ -339,6 +344,10 @@ def _ineffective(name: str) -> Ineffective | None:
         if row.variable == name or (row.variable.endswith("*") and name.startswith(row.variable[:-1])):
             return row
     return None
+
+
+def _describe_unknown(name: str, known: Mapping[str, Setting] | set[str]) -> str:
+    return f"is not a setting of kvbm and is ignored{_nearest(name, known)}"
 
 
 def _nearest(name: str, known: Mapping[str, Setting] | set[str]) -> str:

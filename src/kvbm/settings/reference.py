@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from kvbm.present.numbers import format_bytes
-from kvbm.settings.ineffective import INEFFECTIVE
+from kvbm.settings.ineffective import INEFFECTIVE, REMOVED
 from kvbm.settings.parse import FALSE_WORDS, TRUE_WORDS
 from kvbm.settings.schema import SCHEMA, Settings
 from kvbm.settings.setting import COUNT_MAX, Kind, Setting
@@ -67,14 +67,29 @@ Variables of NVIDIA Dynamo's KVBM that set nothing here. They are accepted, with
 | --- | --- |
 """
 
+_REMOVED = """
+## Removed
+
+Settings of earlier versions. They are accepted and ignored, with a line in the log.
+
+| Variable | Key | Instead |
+| --- | --- | --- |
+"""
+
 
 def page() -> str:
     """The whole page."""
     rows = "".join(_row(setting) for setting in SCHEMA if not setting.no_effect)
     inert = [(setting.variable, setting.no_effect) for setting in SCHEMA if setting.no_effect]
     inert += [(row.variable, row.reason) for row in INEFFECTIVE]
+    removed = "".join(f"| `{row.variable}` | `{row.field}` | {row.instead} |\n" for row in REMOVED)
     return (
-        _HEAD + _EFFECTIVE + rows + _INEFFECTIVE + "".join(f"| `{name}` | {why} |\n" for name, why in inert)
+        _HEAD
+        + _EFFECTIVE
+        + rows
+        + _INEFFECTIVE
+        + "".join(f"| `{name}` | {why} |\n" for name, why in inert)
+        + (_REMOVED + removed if removed else "")
     )
 
 
@@ -83,14 +98,15 @@ def _row(setting: Setting) -> str:
         f"`{setting.variable}`" + (" (not in the original)" if setting.ours else ""),
         f"`{setting.flag}`" if setting.flag else "",
         f"`{setting.field}`",
-        _type(setting),
-        _default(setting),
+        describe_type(setting),
+        describe_default(setting),
         setting.meaning + ("; the variable says the opposite" if setting.inverted else ""),
     )
     return "| " + " | ".join(cells) + " |\n"
 
 
-def _type(setting: Setting) -> str:
+def describe_type(setting: Setting) -> str:
+    """What a setting takes, in Markdown."""
     if setting.choices:
         return " ".join(f"`{choice}`" for choice in setting.choices)
     if setting.kind in (Kind.COUNT, Kind.PORT, Kind.SECONDS):
@@ -99,7 +115,8 @@ def _type(setting: Setting) -> str:
     return str(setting.kind.value)
 
 
-def _default(setting: Setting) -> str:
+def describe_default(setting: Setting) -> str:
+    """The value of a setting that no source names, in Markdown."""
     if setting.default_text:
         return setting.default_text
     value: object = getattr(Settings(), setting.field)

@@ -14,9 +14,11 @@ import pytest
 import typer
 
 from kvbm.cli import main as entry
+from kvbm.cli import removed
 from kvbm.errors import KvbmError
 from kvbm.settings import FIELDS, SCHEMA, Settings
 from rigs.checkout import ROOT
+from rigs.command_tree import commands
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +104,31 @@ def test_a_wrong_command_is_a_usage_error(kvbm):
     code, out, err = kvbm("mnager")
     assert (code, out) == (2, "")
     assert "No such command 'mnager'" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        (("rewind", "--far", "4GB"), "kvbm rewind"),
+        (("rewind", "--help"), "kvbm rewind"),
+        (("disk", "wipe", "/x"), "kvbm disk wipe"),
+        (("manager", "--tape=1TB"), "kvbm manager --tape"),
+        (("manager", "--tape", "1TB"), "kvbm manager --tape"),
+        (("disk", "ls", "/x", "--no-color"), "kvbm disk ls --no-color"),
+    ],
+)
+def test_a_removed_command_or_option_names_the_substitute(kvbm, monkeypatch, words, call):
+    unknown = kvbm(*words)
+    assert unknown[0] == 2
+    assert "No such " in unknown[2]
+    monkeypatch.setitem(removed.REMOVED, call, "restart the manager")
+    assert kvbm(*words) == (2, "", f"kvbm: {call} was removed: restart the manager\n")
+
+
+def test_what_is_removed_is_not_there():
+    calls = {f"kvbm {call}" for call in commands()}
+    calls |= {f"kvbm {call} {flag}" for call, flags in commands().items() for flag in flags}
+    assert not removed.REMOVED.keys() & calls
 
 
 def test_an_operating_error_is_one_line_and_exit_code_two(kvbm, command):

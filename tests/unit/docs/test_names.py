@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import typer
 
-from kvbm.cli.main import COMMANDS
 from kvbm.observe.metric_kinds import MetricKind
 from kvbm.observe.metric_table import TABLE
 from kvbm.policy import registry
 from kvbm.policy.registry import PolicyRegistry
 from kvbm.settings import FIELDS
-from kvbm.settings.ineffective import INEFFECTIVE, OTHER_VARIABLES
+from kvbm.settings.ineffective import INEFFECTIVE, OTHER_VARIABLES, REMOVED
 from kvbm.settings.schema import FILE_VARIABLE, PREFIX
 from rigs.checkout import ROOT
+from rigs.command_tree import commands
 from rigs.sources import SOURCES, assert_none, module_name, parse, python_files
 
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="a source distribution has no docs")
@@ -48,7 +46,6 @@ OTHERS_FLAGS = {
 OTHERS_FILES = ("vllm/", "dynamo/", "/", "kvbm.toml")
 """Beginnings of paths that are not in this checkout: others', and those of users."""
 CODE_FOLDERS = ("src", "tests", "benchmarks", "examples", "scripts")
-HELP_FLAGS = {"-h", "--help"}
 
 Finder = Callable[[str, Path], Iterator[str]]
 """(text of a document, its path) → the names in it that nothing has."""
@@ -125,24 +122,6 @@ def members() -> dict[str, set[str]]:
     return {name: with_bases(name) for name in own}
 
 
-@functools.cache
-def commands() -> dict[str, set[str]]:
-    """`manager`, `disk ls`, …: every command and sub-command with its flags."""
-    found: dict[str, set[str]] = {}
-    for name in COMMANDS:
-        command = typer.main.get_command(importlib.import_module(f"kvbm.cli.{name}").app)
-        flags = HELP_FLAGS | flags_of(command)
-        found[name] = flags
-        for part, below in getattr(command, "commands", {}).items():
-            found[f"{name} {part}"] = flags | flags_of(below)
-    return found
-
-
-def flags_of(command: object) -> set[str]:
-    """The flags that a command of click takes."""
-    return {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}  # type: ignore[attr-defined]
-
-
 # ---- what a document names
 
 
@@ -163,6 +142,8 @@ def unknown_variables(text: str, path: Path) -> Iterator[str]:
     """Environment variables that nothing reads."""
     known = {setting.variable for setting in FIELDS.values()} | {FILE_VARIABLE, *OTHER_VARIABLES}
     known |= {row.variable.rstrip("*") for row in INEFFECTIVE}
+    if path.name == "settings.md":
+        known |= {row.variable for row in REMOVED}
     begun = tuple(row.variable.rstrip("*") for row in INEFFECTIVE if row.variable.endswith("*"))
     for name in re.findall(r"\bDYN_(?:KVBM|MEMORY|RUNTIME|LOG|FATBIN)\w*", text):
         if name not in known and not name.startswith(begun) and not PREFIX.startswith(name):

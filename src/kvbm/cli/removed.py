@@ -1,0 +1,19 @@
+"""Commands and options of earlier versions: calls of them end with one line that names the substitute."""
+
+from __future__ import annotations
+
+import re
+
+REMOVED: dict[str, str] = {}
+"""The call from `kvbm` on, up to the removed word, without arguments; and what to use instead, to end a sentence."""
+
+_UNKNOWN_COMMAND = re.compile(r"No such command '([^']+)'")
+
+
+def describe_removal(error: Exception) -> str:
+    """The line for the parser's error about an unknown command or option; empty where it was never there."""
+    name = getattr(error, "option_name", None)
+    if name is None and (found := _UNKNOWN_COMMAND.match(str(error))):
+        name = found[1]
+    call = f"{getattr(getattr(error, 'ctx', None), 'command_path', 'kvbm')} {name}"
+    return f"{call} was removed: {REMOVED[call]}" if call in REMOVED else ""
