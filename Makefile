@@ -64,7 +64,7 @@ sglang-table: setup  ## what becomes of wrong KV under SGLang: its own files and
 	@$(BIN)/python scripts/sglang_venv.py
 	@$(BIN)/python scripts/sglang_table.py $(ARGS)
 
-gpu-kit: setup  ## parts to carry to a CUDA machine without a network; ARGS=--rehearse runs all of it here
+gpu-kit: setup  ## pack what a CUDA machine without a network needs for benchmarks.gpu_kit; ARGS=--rehearse runs it here
 	@$(BIN)/python scripts/gpu_kit.py $(ARGS)
 
 reference: setup  ## write the generated pages of docs/reference, the dashboard, and the snapshot of the public surface

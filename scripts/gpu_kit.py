@@ -1,8 +1,7 @@
-"""Make the kit that proves KVBM under real vLLM on a CUDA machine without a network; or rehearse it here, on the CPU.
+"""Pack the kit that tests KVBM under vLLM on a CUDA machine without a network; or rehearse it here, on the CPU.
 
-`make gpu-kit` writes `build/gpu-kit/cuda/part-*.tar.xz`. `make gpu-kit ARGS=--rehearse` writes parts of the same kinds
-from CPU wheels, unpacks them into `.gpu-kit-rehearsal` with Python 3.12, and runs every step there. The Python of the
-rehearsal has torch and numpy and nothing else of ours, like the machine that the kit is for.
+`make gpu-kit` writes `build/gpu-kit/cuda/*.part`. `make gpu-kit ARGS=--rehearse` packs CPU wheels, unpacks them into
+`.gpu-kit-rehearsal` with Python 3.12, and runs every step there. The Python of the rehearsal has torch and numpy only.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ def rehearse(arguments: list[str]) -> int:
         return 1
     python = str(bare_machine().python)
     shutil.rmtree(FOLDER, ignore_errors=True)
-    parts = [str(path) for path in sorted((ROOT / "build" / "gpu-kit" / "cpu").glob("part-*.tar.xz"))]
-    for part in parts:
-        if kit(python, "unpack", part, "--folder", str(FOLDER)):
-            return 1
+    shutil.rmtree(RESULTS, ignore_errors=True)
+    parts = [str(path) for path in sorted((ROOT / "build" / "gpu-kit" / "cpu").glob("*.part"))]
+    if kit(python, "unpack", *parts, "--folder", str(FOLDER)):
+        return 1
     for _ in range(CALLS_MAX):
         status = kit(python, "step", "--folder", str(FOLDER), "--output", str(RESULTS), *arguments)
         if status != TIME_LEFT:

@@ -1,7 +1,6 @@
-"""Real vLLM on a CUDA machine without a network: parts to carry there, and steps that prove KVBM there.
+"""KVBM on a CUDA card: are copies, page locks and answers right, how fast are they, and how does vLLM alone compare.
 
-`selection` says what is carried, `building` makes the parts, `unpacking` brings them together. `cases` is the list of
-what is proven, `running` runs them each in a process of its own and `ledger` keeps their rows; `table` reads the rows.
-These modules need nothing but Python's standard library, as nothing else is there before the parts are. What the cases
-do is in `probes`, `engines`, `outputs`, `first_tokens` and `latency`, which run where the parts are unpacked.
+`cases` lists what is measured, `running` runs each case in a process of its own, `ledger` keeps the rows, `table`
+prints them. `copies` and `locking` need torch and, on a card, triton. `outputs`, `first_tokens` and `gaps` need vLLM:
+an installed one, or the parts that `packing` makes for a machine without a network.
 """

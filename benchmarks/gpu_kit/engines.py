@@ -1,4 +1,4 @@
-"""How the engines of the cases are set up, on a card and in a rehearsal."""
+"""How the engines whose answers are compared are set up, on a card and in a rehearsal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from benchmarks.engine import CONNECTOR
 BLOCK_TOKENS = 32
 MLA_BLOCK_TOKENS = 64
 """FlashMLA knows no other."""
-CPU_BLOCK_TOKENS = 32
 MODEL_TOKENS_MAX = 768
 DEVICE_BLOCKS = 48
 """Of 32 tokens: twice a request of the longest kind, so blocks are evicted all the time."""
@@ -31,8 +30,6 @@ def outputs_environment(options: dict[str, Any], request: dict[str, Any]) -> dic
     if not options.get("kvbm"):
         return values
     values |= {"DYN_KVBM_ONBOARD": "always", "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(HOST_BLOCKS)}
-    if options.get("lazy"):
-        values["DYN_KVBM_OFFLOAD_MODE"] = "lazy"
     if options.get("disk"):
         values |= {
             "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": str(TIGHT_HOST_BLOCKS),
@@ -66,10 +63,7 @@ def outputs_arguments(options: dict[str, Any], model: Path, rehearse: bool) -> d
     if shape == "fp8":
         arguments["kv_cache_dtype"] = "fp8"
     if options.get("kvbm"):
-        arguments["kv_transfer_config"] = {
-            **CONNECTOR,
-            "kv_load_failure_policy": options.get("policy", "recompute"),
-        }
+        arguments["kv_transfer_config"] = dict(CONNECTOR)
     return arguments
 
 

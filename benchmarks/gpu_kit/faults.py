@@ -1,6 +1,6 @@
-"""Faults in a running engine's copies: loads that fail, and KV that is wrong behind everybody's back.
+"""Faults in a running engine's copies: loads that fail, and loads of damaged KV.
 
-They reach into KVBM's worker, in whose process they run; nothing else of the kit knows names inside of it.
+They run in the process of KVBM's worker and use its private names; no other module of the kit does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Copier:
 
 
 def wait_until_ready(llm: Any) -> None:
-    """Until KVBM's leader has heard from its manager that all ranks are there. Raises TimeoutError."""
+    """Wait until all ranks are connected to KVBM's manager. Raises TimeoutError."""
     leader = llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler.side.leader
     until_s = time.monotonic() + WAIT_S
     while not leader.ready:
@@ -40,7 +40,7 @@ def wait_until_ready(llm: Any) -> None:
 
 
 def fail_loads(every: int) -> list[int]:
-    """Every n-th copy to the device raises; returns a list that grows by one each time."""
+    """Make every n-th copy to the device raise; returns a list that grows by one each time."""
     struck: list[int] = []
     count = 0
 
@@ -56,7 +56,7 @@ def fail_loads(every: int) -> list[int]:
 
 
 def damage_loads() -> list[int]:
-    """What is loaded is zeroed in host memory before; returns a list with the blocks of each load."""
+    """Zero blocks in host memory before they are loaded; returns a list with the blocks of each load."""
     damaged: list[int] = []
 
     def damage(pairs: Any) -> None:

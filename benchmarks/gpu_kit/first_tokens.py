@@ -1,8 +1,7 @@
 """Time to first token of a long prompt that comes back: computed, found on the device, found in a tier.
 
-The measurement is that of `benchmarks.ttft`, with the engine that a card runs: its defaults, CUDA graphs included, and
-a model of Llama-3.1-8B's shape. Every case is one engine; KVBM and vLLM's own offloading are asked the same in the
-same order.
+The measurement is that of `benchmarks.ttft`, on a card with CUDA graphs and a model of Llama-3.1-8B's shape. Every case
+is one engine; KVBM and vLLM's own offloading get the same requests. vLLM's own files are not verified when read.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from typing import Any
 from benchmarks import ttft
 from benchmarks.engine import BLOCK_TOKENS, Scenario
 from benchmarks.gpu_kit.engines import set_environment
-from benchmarks.gpu_kit.ledger import RIGHT
+from benchmarks.gpu_kit.ledger import Row, make_row
 from benchmarks.gpu_kit.shapes import CONFIGS, write_shape
 from kvbm.testing.tiny_model import SHAPES
 
 REPEATS, REHEARSED_REPEATS = 6, 2
 REHEARSED_TOKENS_MAX = 8192
-"""A rehearsal asks prompts of half the length, and not of more. Shorter ones are too few blocks to tell tiers apart."""
+"""A rehearsal takes prompts of half the length, at most this. Shorter ones have too few blocks to tell tiers apart."""
 KEPT_PROMPTS = ttft.COLD_PROMPTS + 2
-FILES_UNCHECKED = "vLLM's own files are not verified when they are read"
+COLUMNS = {"cold": "computed", "device": "on the device", "tier": "in the tier"}
 
 
-def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """The row of one engine, in milliseconds. Raises RuntimeError when a request came from somewhere else."""
+def measure(request: dict[str, Any]) -> Row:
+    """The row of one engine. Raises RuntimeError when a request came from somewhere else."""
     options, rehearse = request["options"], request["rehearse"]
     tokens = min(options["tokens"] // 2, REHEARSED_TOKENS_MAX) if rehearse else options["tokens"]
     model, more = engine_model(Path(request["folder"]), rehearse)
@@ -35,24 +34,20 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     block_bytes = kv_bytes_per_token(rehearse) * BLOCK_TOKENS
     set_environment({"VLLM_CPU_KVCACHE_SPACE": "1"} if rehearse else {"VLLM_LOGGING_LEVEL": "INFO"})
     with tempfile.TemporaryDirectory(dir=request["work"]) as scratch:
-        chosen = scenario(options["scenario"], blocks, block_bytes, Path(scratch), rehearse)
+        chosen = make_scenario(options["scenario"], blocks, block_bytes, Path(scratch), rehearse)
         times = ttft.measure(
             str(model), chosen, tokens, REHEARSED_REPEATS if rehearse else REPEATS, "bfloat16", more=more
         )
-    data: dict[str, Any] = {"tokens": tokens, "MB": round(blocks * block_bytes / 1e6, 1)}
-    for kind, seconds in times.items():
-        if seconds and (kind != "loading" or chosen.name.startswith("kvbm")):
-            data[f"{kind} ms"] = round(statistics.median(seconds) * 1e3, 2)
+    row: dict[str, Any] = {"prompt tokens": tokens, "engine": ttft.TITLES[chosen.name]}
+    for kind in ("cold", "device", "tier"):
+        row[f"{COLUMNS[kind]} ms"] = statistics.median(times[kind]) * 1e3 if times[kind] else None
     if times["tier"]:
         pairs = zip(times["tier"], times["device"], strict=True)
-        data["on top ms"] = round(statistics.median(tier - device for tier, device in pairs) * 1e3, 2)
-    data["all s"] = {kind: [round(value, 4) for value in values] for kind, values in times.items()}
-    if chosen.name == "native-fs":
-        data["note"] = FILES_UNCHECKED
-    return {"state": RIGHT, "data": data}
+        row["tier - device ms"] = statistics.median(tier - device for tier, device in pairs) * 1e3
+    return make_row([], {"seconds": times}, "Time to first token", [row])
 
 
-def scenario(name: str, blocks: int, block_bytes: int, scratch: Path, rehearse: bool) -> Scenario:
+def make_scenario(name: str, blocks: int, block_bytes: int, scratch: Path, rehearse: bool) -> Scenario:
     """How an engine is set up. On a card vLLM's own offloading is vLLM's alone; a CPU needs our copy in it."""
     roomy, tight = blocks * KEPT_PROMPTS, blocks + 2
     if rehearse or name not in ttft.NATIVE:

@@ -1,62 +1,57 @@
-"""The rows of all cases, as they come: one JSON object a line, in the kit's folder and in the folder of results."""
+"""The rows of all cases, as they come: one JSON object a line."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 ROWS = "results.jsonl"
 RIGHT, WRONG, FAILED, LATE, LEFT_OUT = "right", "wrong", "failed", "out of time", "left out"
-"""What becomes of a case: it showed what it should, it showed something else, it ended with an error, it ran past its
-limit, or it cannot run on this machine."""
+"""A case showed what it should, showed something else, ended with an error, ran past its limit, or cannot run here."""
 Row = dict[str, Any]
+
+
+def make_row(
+    wrong: list[str],
+    data: dict[str, Any] | None = None,
+    title: str = "",
+    rows: list[dict[str, Any]] | None = None,
+    state: str = "",
+    why: str = "",
+) -> Row:
+    """The row of a case that ran: wrong with these reasons, or right; `rows` go into the table named `title`."""
+    return {
+        "state": state or (WRONG if wrong else RIGHT),
+        "why": why or "; ".join(wrong),
+        "data": data or {},
+        "table": {"title": title, "rows": rows or []},
+    }
 
 
 class Ledger:
     """Rows by case. Each is on disk before the next case begins, so that a call that is cut short loses one case."""
 
-    def __init__(self, folder: Path, output: Path | None = None, earlier: Path | None = None) -> None:
-        """`earlier` is a file of rows that another call brought back, for a machine that has lost its own."""
-        self._files = [folder / ROWS, *([output / ROWS] if output is not None else [])]
-        self.rows: dict[str, Row] = {}
-        for path in (folder / ROWS, *([earlier] if earlier is not None else [])):
-            for row in _read(path):
-                self.rows.setdefault(row["case"], row)
-        for path in self._files:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        self._write()
+    def __init__(self, folder: Path) -> None:
+        """Reads the rows that an earlier call left in this folder."""
+        self._file = folder / ROWS
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self.rows: dict[str, Row] = {row["case"]: row for row in _read(self._file)}
 
     def add(self, row: Row) -> None:
         """Keep the row of a case; it replaces an earlier one."""
         self.rows[row["case"]] = row
-        self._write()
+        draft = self._file.with_suffix(".draft")
+        draft.write_text("".join(json.dumps(row) + "\n" for row in self.rows.values()))
+        draft.replace(self._file)
 
-    def done(self, case: str, again: bool = False) -> bool:
-        """Whether a case need not run. What was left out is looked at anew; with `again` all that was not right is."""
+    def is_done(self, case: str, again: bool = False) -> bool:
+        """Whether a case need not run. What was left out is tried again; with `again` all that was not right is."""
         row = self.rows.get(case)
         if row is None or row["state"] == LEFT_OUT:
             return False
-        return row["state"] == RIGHT or not again
-
-    def _write(self) -> None:
-        text = "".join(json.dumps(row) + "\n" for row in self.rows.values())
-        for path in self._files:
-            draft = path.with_suffix(".draft")
-            draft.write_text(text)
-            os.replace(draft, path)
+        return bool(row["state"] == RIGHT) or not again
 
 
 def _read(path: Path) -> list[Row]:
-    if not path.exists():
-        return []
-    rows: list[Row] = []
-    for line in path.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # the machine went away in the middle of a line
-        if isinstance(row, dict) and "case" in row and "state" in row:
-            rows.append(row)
-    return rows
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

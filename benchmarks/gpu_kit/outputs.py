@@ -1,7 +1,7 @@
 """Answers with and without KVBM, on a device that evicts: equal to the token, unless the KV is damaged on purpose.
 
-The requests are conversations about a few long prefixes: each comes back twice with what was said before, after others
-have taken its place on the device. Every case asks the same in a process of its own.
+The requests are conversations about a few long prefixes: each comes back twice, after others have taken its place on
+the device. Every case has the same requests and a process of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_kit.engines import outputs_arguments, outputs_environment, set_environment, what_ran
-from benchmarks.gpu_kit.ledger import RIGHT, WRONG
+from benchmarks.gpu_kit.ledger import Row, make_row
 
 PREFIX_TOKENS = (320, 256, 200, 416)
 FIRST_TOKEN, LAST_TOKEN = 10, 4000
@@ -23,8 +23,8 @@ WAVES = 3
 Answers = dict[str, list[int]]
 
 
-def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """The row of one case: the answers, what was loaded, and how many answers are not those of the reference."""
+def measure(request: dict[str, Any]) -> Row:
+    """The row of one case: the answers, what was loaded, and how many answers differ from the reference."""
     options, rehearse = request["options"], request["rehearse"]
     set_environment(outputs_environment(options, request))
     from vllm import LLM
@@ -44,14 +44,15 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     elif options.get("fault") == "damage":
         struck = faults.damage_loads()
     began_s = time.monotonic()
-    answers, likelihoods, ended = talk(
-        llm, REHEARSED_TALKS if rehearse else TALKS, options.get("waves", WAVES)
-    )
-    data |= {"asked s": round(time.monotonic() - began_s, 1), "answers": answers, "likelihoods": likelihoods}
-    data |= {"requests": len(answers), "ended early": len(ended), "faults": len(struck)}
-    data |= loaded_tokens(llm)
+    data["answers"], ended = talk(llm, REHEARSED_TALKS if rehearse else TALKS)
+    data |= {
+        "seconds": time.monotonic() - began_s,
+        "faults": len(struck),
+        "ended": ended,
+        **loaded_tokens(llm),
+    }
     llm.llm_engine.engine_core.shutdown()
-    return judge(options, data, ended, request.get("reference"))
+    return judge(request["case"], options, data, request.get("reference"))
 
 
 def _model(request: dict[str, Any]) -> Path:
@@ -65,32 +66,26 @@ def _model(request: dict[str, Any]) -> Path:
     return make_model(models / "tiny", "tiny", "float32")
 
 
-def talk(llm: Any, talks: int, waves: int) -> tuple[Answers, dict[str, list[float]], set[str]]:
-    """Ask all waves; answers and log-likelihoods by request, and the requests that ended with an error."""
+def talk(llm: Any, talks: int) -> tuple[Answers, int]:
+    """Run all waves; answers by request, and how many requests ended with an error."""
     from vllm import SamplingParams
 
     source = random.Random(1)
-    sampling = SamplingParams(
-        temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True, detokenize=False, logprobs=0
-    )
+    sampling = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True, detokenize=False)
     prefixes = [_random_tokens(source, count) for count in PREFIX_TOKENS]
-    said = [prefixes[i % len(prefixes)] + _random_tokens(source, source.randint(5, 70)) for i in range(talks)]
+    texts = [
+        prefixes[i % len(prefixes)] + _random_tokens(source, source.randint(5, 70)) for i in range(talks)
+    ]
     answers: Answers = {}
-    likelihoods: dict[str, list[float]] = {}
-    ended: set[str] = set()
-    for wave in range(waves):
-        asked = [{"prompt_token_ids": tokens} for tokens in said]
-        for i, output in enumerate(llm.generate(asked, sampling, use_tqdm=False)):
-            name, completion = f"talk {i}, turn {wave + 1}", output.outputs[0]
-            answers[name] = list(completion.token_ids)
-            likelihoods[name] = [
-                round(step[token].logprob, 6)
-                for step, token in zip(completion.logprobs or [], completion.token_ids, strict=False)
-            ]
-            if completion.finish_reason == "error":
-                ended.add(name)
-            said[i] = said[i] + answers[name] + _random_tokens(source, ADDED_TOKENS)
-    return answers, likelihoods, ended
+    ended = 0
+    for wave in range(WAVES):
+        prompts = [{"prompt_token_ids": tokens} for tokens in texts]
+        for i, output in enumerate(llm.generate(prompts, sampling, use_tqdm=False)):
+            completion = output.outputs[0]
+            answer = answers[f"talk {i}, turn {wave + 1}"] = list(completion.token_ids)
+            ended += completion.finish_reason == "error"
+            texts[i] = texts[i] + answer + _random_tokens(source, ADDED_TOKENS)
+    return answers, ended
 
 
 def _random_tokens(source: random.Random, count: int) -> list[int]:
@@ -107,64 +102,25 @@ def loaded_tokens(llm: Any) -> dict[str, int]:
     return {f"tokens from {source}": count for source, count in tokens.items()}
 
 
-def judge(
-    options: dict[str, Any], data: dict[str, Any], ended: set[str], reference: dict[str, Any] | None
-) -> dict[str, Any]:
-    """Whether a case showed what it should, and why not. Pure, so that it can be tested without an engine."""
+def judge(case: str, options: dict[str, Any], data: dict[str, Any], reference: dict[str, Any] | None) -> Row:
+    """The row of a case: wrong if it did not show what it should."""
     wrong: list[str] = []
-    fault, fails = options.get("fault"), options.get("policy") == "fail"
+    fault, answers = options.get("fault"), data["answers"]
+    row = {"engine": case.removeprefix("engine/"), "answers": len(answers), "faults": data["faults"]}
     if reference is not None:
-        differ = differences(reference["answers"], data["answers"], ended if fails else set())
-        data["different"] = len(differ)
-        if not fails:
-            data["likelihoods off by"] = farthest(reference["likelihoods"], data["likelihoods"])
+        differ = [name for name, right in reference["answers"].items() if answers.get(name) != right]
+        row["different"] = len(differ)
         if fault == "damage" and not differ:
             wrong.append("damaged KV changed no answer: equal answers prove nothing here")
         if fault != "damage" and differ:
             wrong.append(f"{len(differ)} of {len(reference['answers'])} answers differ, first {differ[0]}")
-    loaded = data["tokens from host"] + data["tokens from disk"]
-    if options.get("kvbm") and not loaded and not (fault == "fail" and options["every"] == 1):
+    row |= {name: value for name, value in data.items() if name.startswith("tokens from")}
+    if options.get("kvbm") and not data["tokens from host"] + data["tokens from disk"]:
         wrong.append("nothing was loaded")
     if options.get("disk") and not data["tokens from disk"]:
         wrong.append("nothing was loaded from disk")
     if fault and not data["faults"]:
         wrong.append("no fault was injected")
-    if ended and not fails:
-        wrong.append(f"{len(ended)} requests ended with an error")
-    if fails and not ended:
-        wrong.append("no request ended with an error")
-    return {"state": WRONG if wrong else RIGHT, "why": "; ".join(wrong), "data": data}
-
-
-def differences(reference: Answers, answers: Answers, ended: set[str]) -> list[str]:
-    """Requests whose answers are others than the reference's. One that `ended` early needs no more than its start, and
-    what is asked behind it in the same talk is another question."""
-    cut = {name.split(",")[0] for name in ended}
-    different: list[str] = []
-    for name, right in reference.items():
-        given = answers.get(name, [])
-        if name in ended:
-            right = right[: len(given)]
-        elif name.split(",")[0] in cut and not _asked_before(name, ended):
-            continue
-        if given != right:
-            different.append(name)
-    return different
-
-
-def _asked_before(name: str, ended: set[str]) -> bool:
-    """Whether a request came before the first of its talk that ended early."""
-    talk_name, turn = name.split(", turn ")
-    return all(
-        int(turn) < int(other.split(", turn ")[1]) for other in ended if other.startswith(talk_name + ",")
-    )
-
-
-def farthest(reference: dict[str, list[float]], likelihoods: dict[str, list[float]]) -> float:
-    """The largest difference between likelihoods of the same token of the same answer."""
-    apart = [
-        abs(right - given)
-        for name, all_right in reference.items()
-        for right, given in zip(all_right, likelihoods.get(name, []), strict=False)
-    ]
-    return round(max(apart, default=0.0), 6)
+    if data["ended"]:
+        wrong.append(f"{data['ended']} requests ended with an error")
+    return make_row(wrong, data, "Answers", [row])

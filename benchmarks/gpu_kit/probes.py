@@ -1,28 +1,25 @@
-"""The first questions: what machine this is, whether torch has what vLLM's libraries ask for, what imports."""
+"""What the machine is, whether vLLM's libraries find their symbols in torch, and whether an engine's modules import."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib
 import importlib.metadata
-import json
+import importlib.util
 import os
 import platform
 import shutil
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_kit.ledger import FAILED, LEFT_OUT, RIGHT, WRONG
+from benchmarks.gpu_kit.ledger import Row, make_row
 
 MODULES = (
     "vllm",
     "vllm.v1.worker.gpu.model_runner",
     "vllm.v1.engine.core",
     "vllm.model_executor.models.llama",
-    "vllm.model_executor.models.qwen3_moe",
     "vllm.model_executor.models.deepseek_v2",
     "kvbm.vllm_integration.connector",
     "kvbm.manager.process",
@@ -33,14 +30,19 @@ CPU_SKIPPED = ("vllm.v1.worker.gpu.model_runner",)
 RTLD_NOW = 2
 
 
-def measure(request: dict[str, Any]) -> dict[str, Any]:
+def measure(request: dict[str, Any]) -> Row:
     """The row of one probe."""
-    probe = {"machine": machine, "libraries": libraries, "imports": imports, "parts": parts}
+    probe = {
+        "machine": describe_machine,
+        "tools": find_tools,
+        "libraries": load_libraries,
+        "imports": import_modules,
+    }
     return probe[request["options"]["probe"]](request)
 
 
-def machine(request: dict[str, Any]) -> dict[str, Any]:
-    """What this machine is, and what it lacks that nothing in the kit can bring."""
+def describe_machine(request: dict[str, Any]) -> Row:
+    """What this machine is, and whether torch sees a card."""
     import numpy
     import torch
 
@@ -48,63 +50,45 @@ def machine(request: dict[str, Any]) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": numpy.__version__,
-        "glibc": platform.libc_ver()[1],
-        "kernel": platform.release(),
         "cores": os.cpu_count(),
         "memory GiB": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30,
         "/dev/shm GiB": shutil.disk_usage("/dev/shm").total >> 30,
         "disk GiB free": shutil.disk_usage(request["folder"]).free >> 30,
-        "compiler": shutil.which("cc") or shutil.which("gcc") or shutil.which("clang") or "none",
-        "Python.h": Path(sysconfig.get_path("include"), "Python.h").exists(),
     }
-    missing = []
-    try:
-        data["triton"] = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        data["triton"] = "none"
     if request["rehearse"]:
-        data["card"] = "none: a rehearsal"
-        return {"state": RIGHT, "data": data}
+        return make_row([], {**data, "card": "none: a rehearsal"})
     if not torch.cuda.is_available():
-        missing.append("a CUDA card that torch sees")
-    else:
-        data["card"] = torch.cuda.get_device_name(0)
-        data["capability"] = ".".join(map(str, torch.cuda.get_device_capability(0)))
-        data["card GiB"] = torch.cuda.get_device_properties(0).total_memory >> 30
-        data["driver"] = _driver()
-    # Triton builds each kernel's launcher, in C, where it runs.
-    if data["triton"] == "none":
-        missing.append("triton")
-    if data["compiler"] == "none":
-        missing.append("a C compiler, which Triton needs")
-    if not data["Python.h"]:
-        missing.append("Python.h (python3-dev), which Triton needs")
-    return {
-        "state": WRONG if missing else RIGHT,
-        "data": data,
-        "why": "lacks " + ", ".join(missing) if missing else "",
+        return make_row(["torch sees no CUDA card"], data)
+    data["card"] = torch.cuda.get_device_name(0)
+    data["capability"] = ".".join(map(str, torch.cuda.get_device_capability(0)))
+    data["card GiB"] = torch.cuda.get_device_properties(0).total_memory >> 30
+    data["driver"] = f"CUDA {torch._C._cuda_getDriverVersion()}"
+    return make_row([], data)
+
+
+def find_tools(request: dict[str, Any]) -> Row:
+    """What Triton needs: it builds each kernel's launcher, in C, where it runs."""
+    found = {
+        "triton": importlib.util.find_spec("triton") is not None,
+        "a C compiler": any(map(shutil.which, ("cc", "gcc", "clang"))),
+        "Python.h (python3-dev)": Path(sysconfig.get_path("include"), "Python.h").exists(),
     }
+    lacking = [f"lacks {name}" for name, there in found.items() if not there and not request["rehearse"]]
+    return make_row(lacking, found)
 
 
-def _driver() -> str:
-    answer = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return answer.stdout.strip() or "unknown"
-
-
-def libraries(request: dict[str, Any]) -> dict[str, Any]:
+def load_libraries(request: dict[str, Any]) -> Row:
     """Load each of vLLM's libraries with all its symbols at once: those that torch lacks are named here."""
     import torch  # noqa: F401  # its libraries first
 
     loaded: list[str] = []
     refused: dict[str, str] = {}
-    site = Path(request["folder"]) / "site"
-    for path in sorted((site / "vllm").rglob("*.so")):
-        name = str(path.relative_to(site))
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        return make_row(["vLLM is neither installed nor unpacked here: see docs/operating/gpu.md"])
+    vllm = Path(found.origin).parent
+    for path in sorted(vllm.rglob("*.so")):
+        name = str(path.relative_to(vllm))
         # A build for other instructions registers the same operators: only one of them may be loaded.
         if request["rehearse"] and path.name.startswith("_C"):
             continue
@@ -113,11 +97,11 @@ def libraries(request: dict[str, Any]) -> dict[str, Any]:
             loaded.append(name)
         except OSError as error:
             refused[name] = str(error).split(": ", 1)[-1][:300]
-    why = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-    return {"state": WRONG if refused else RIGHT, "data": {"loaded": loaded, "refused": refused}, "why": why}
+    wrong = [f"{name}: {reason}" for name, reason in refused.items()]
+    return make_row(wrong, {"loaded": loaded, "refused": refused})
 
 
-def imports(request: dict[str, Any]) -> dict[str, Any]:
+def import_modules(request: dict[str, Any]) -> Row:
     """Import what an engine needs, in order; the first that cannot be imported is the verdict."""
     modules = MODULES if request["rehearse"] else (*MODULES, *CUDA_MODULES)
     data: dict[str, Any] = {"imported": []}
@@ -129,35 +113,12 @@ def imports(request: dict[str, Any]) -> dict[str, Any]:
                 data["skipped"] = f"{name}: {error}"[:300]
                 continue
             why = f"{name} cannot be imported: {type(error).__name__}: {error}"[:600]
-            return {"state": WRONG, "data": data, "why": why}
+            return make_row([why], data)
         data["imported"].append(name)
     from vllm.platforms import current_platform
 
     data["vllm"] = importlib.metadata.version("vllm")
     data["platform"] = current_platform.device_type
     wanted = "cpu" if request["rehearse"] else "cuda"
-    right = data["platform"] == wanted
-    why = "" if right else f"vLLM takes this for a {data['platform']!r} machine, not {wanted!r}"
-    return {"state": RIGHT if right else WRONG, "data": data, "why": why}
-
-
-def parts(request: dict[str, Any]) -> dict[str, Any]:
-    """The parts of KVBM on a device without vLLM: `benchmarks/gpu.py`, as it stands."""
-    output = Path(request["work"]) / "gpu.json"
-    script = Path(__file__).resolve().parents[1] / "gpu.py"
-    if not script.exists():
-        return {"state": LEFT_OUT, "why": f"no {script.name} in this checkout"}
-    command = [sys.executable, str(script), "--output", str(output)]
-    command += ["--rehearse"] if request["rehearse"] else []
-    answer = subprocess.run(command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, check=False)
-    print(answer.stdout)
-    if not output.exists():
-        return {
-            "state": FAILED,
-            "why": f"status {answer.returncode}",
-            "log": answer.stdout.splitlines()[-25:],
-        }
-    data = json.loads(output.read_text())
-    wrong = data.get("wrong", [])
-    right = not wrong and not answer.returncode
-    return {"state": RIGHT if right else WRONG, "data": data, "why": ", ".join(map(str, wrong))}
+    wrong = f"vLLM takes this for a {data['platform']!r} machine, not {wanted!r}"
+    return make_row([] if data["platform"] == wanted else [wrong], data)

@@ -14,26 +14,31 @@ from typing import Any
 
 from benchmarks.gpu_kit.cases import Case
 from benchmarks.gpu_kit.ledger import FAILED, LATE, LEFT_OUT, RIGHT, Ledger, Row
-from benchmarks.gpu_kit.unpacking import Site
+from benchmarks.gpu_kit.packing import Site
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET_S = 520.0
 TAIL_LINES = 25
 END_S = 10.0
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class Runner:
     """Runs what is left of some cases within a budget of time."""
 
     def __init__(
-        self, folder: Path, ledger: Ledger, say: Say, clock: Callable[[], float] = time.monotonic
+        self,
+        folder: Path,
+        ledger: Ledger,
+        report: Report,
+        clock: Callable[[], float] = time.monotonic,
+        rehearse: bool = False,
     ) -> None:
         self._folder = folder
         self._ledger = ledger
-        self._say = say
+        self._report = report
         self._clock = clock
-        self._site = Site(folder)
+        self._rehearse = rehearse or Site(folder).mode() == "cpu"
 
     def run(self, cases: Iterable[Case], budget_s: float = BUDGET_S, again: bool = False) -> list[str]:
         """Run those that are not done; returns the names of those for which no time was left.
@@ -45,11 +50,11 @@ class Runner:
         left: list[str] = []
         began = False
         for case in cases:
-            if self._ledger.done(case.name, again):
+            if self._ledger.is_done(case.name, again):
                 continue
             if refusal := self._refusal(case):
                 self._ledger.add({"case": case.name, "state": LEFT_OUT, "why": refusal})
-                self._say(f"{case.name}: left out: {refusal}")
+                self._report(f"{case.name}: left out: {refusal}")
                 continue
             remaining_s = until_s - self._clock()
             # Behind one that waits for time others wait too: they may need it.
@@ -59,11 +64,11 @@ class Runner:
             began = True
             row = self._one(case, min(case.limit_s, remaining_s))
             self._ledger.add(row)
-            self._say(f"{case.name}: {row['state']} in {row['seconds']:.0f} s{_because(row)}")
+            self._report(f"{case.name}: {row['state']} in {row['seconds']:.0f} s{_because(row)}")
         return left
 
     def _refusal(self, case: Case) -> str:
-        if case.card_only and self._site.mode() == "cpu":
+        if case.card_only and self._rehearse:
             return case.card_only
         for name in case.needs:
             row = self._ledger.rows.get(name)
@@ -78,18 +83,9 @@ class Runner:
         work.mkdir(parents=True, exist_ok=True)
         request, result, log = work / "request.json", work / "result.json", work / "log"
         reference = self._ledger.rows.get(case.reference, {})
-        request.write_text(
-            json.dumps(
-                {
-                    "case": case.name,
-                    "options": case.options,
-                    "rehearse": self._site.mode() == "cpu",
-                    "folder": str(self._folder),
-                    "work": str(work),
-                    "reference": reference.get("data"),
-                }
-            )
-        )
+        asked = {"case": case.name, "options": case.options, "rehearse": self._rehearse, "limit_s": limit_s}
+        asked |= {"folder": str(self._folder), "work": str(work), "reference": reference.get("data")}
+        request.write_text(json.dumps(asked))
         result.unlink(missing_ok=True)
         command = [sys.executable, "-m", "benchmarks.gpu_kit.child", case.module, str(request), str(result)]
         began_s = self._clock()
@@ -120,7 +116,7 @@ class Runner:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """What a case finds in its environment: the unpacked modules before the machine's, and no way to any hub."""
+    """The environment of a case: the unpacked modules before the machine's, and no access to any hub."""
     modules = (folder / "site", ROOT / "src", ROOT)
     caches = folder / "cache"
     return {

@@ -38,25 +38,6 @@ _LLAMA = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,  # Llama-3.1-8B
     "fp8": _LLAMA,
-    "moe": {  # Qwen3-30B-A3B
-        **_ALL,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "vocab_size": 151_936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "rope_theta": 1e6,
-    },
     "mla": {  # DeepSeek-V2-Lite
         **_ALL,
         "architectures": ["DeepseekV2ForCausalLM"],
@@ -99,7 +80,6 @@ _SMALL = {
 _SMALL_MORE: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2},
     "fp8": {"num_key_value_heads": 2},
-    "moe": {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2},
     "mla": {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
 }
 

@@ -1,93 +1,88 @@
-"""What the rows say: a verdict, what to do, and a table of all cases."""
+"""The results: a verdict, what to do, a table for each kind of measurement, and one of all cases."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.gpu_kit.cases import Case
-from benchmarks.gpu_kit.ledger import FAILED, LATE, LEFT_OUT, RIGHT, WRONG, Row
+from benchmarks.gpu_kit.ledger import FAILED, LATE, RIGHT, WRONG, Row
 
-BULKY = ("answers", "likelihoods", "token gaps ms")
-CELL_MAX = 160
+ADVICE = {
+    WRONG: "report it, with results.jsonl",
+    FAILED: "the end of its log is in results.jsonl",
+    LATE: "step --again runs it once more",
+}
 
 
-@dataclass
-class Outcome:
-    """All of it in a few lines. `wrong` is whether anything was wrong or failed."""
+class Outcome(NamedTuple):
+    """The results in a few lines. `wrong` says whether a case was wrong, failed or ran out of time."""
 
     verdict: str
-    machine: dict[str, Any] = field(default_factory=dict)
-    advice: list[str] = field(default_factory=list)
-    wrong: bool = False
+    advice: list[str]
+    wrong: bool
 
 
-def outcome(rows: dict[str, Row], cases: Sequence[Case]) -> Outcome:
+def judge(rows: dict[str, Row], cases: Sequence[Case]) -> Outcome:
     """The verdict over the cases that have rows."""
-    machine = rows.get("check/machine", {}).get("data", {})
-    states = {
-        state: [row for row in rows.values() if row["state"] == state]
-        for state in (RIGHT, WRONG, FAILED, LATE)
-    }
-    left = [case.name for case in cases if case.name not in rows]
-    advice = [f"{row['case']} is wrong: {row.get('why')}" for row in states[WRONG]]
-    advice += [f"{row['case']} failed: {row.get('why')} (its log is in its row)" for row in states[FAILED]]
-    advice += [f"{row['case']} ran out of time: step … --again runs it once more" for row in states[LATE]]
-    bad = bool(states[WRONG] or states[FAILED] or states[LATE])
-    first_bad = next(
-        (name for name in ("check/machine", "check/libraries", "check/import") if _bad(rows, name)), ""
-    )
-    if first_bad:
-        verdict = f"vLLM cannot run here: {rows[first_bad].get('why') or first_bad}"
-    elif bad:
-        verdict = f"{len(states[RIGHT])} cases right, {len(advice)} not"
-    else:
-        verdict = f"{len(states[RIGHT])} cases right, none wrong"
-    if left:
-        verdict += f"; {len(left)} not run yet"
-    return Outcome(verdict, machine, advice, bad)
+    bad = [row for row in rows.values() if row["state"] in ADVICE]
+    advice = [f"{row['case']}: {row.get('why')} ({ADVICE[row['state']]})" for row in bad]
+    right = sum(row["state"] == RIGHT for row in rows.values())
+    verdict = f"{right} cases right, {len(bad) or 'none'} wrong"
+    if first := next((row for row in bad if row["case"].startswith("check/")), None):
+        verdict = f"vLLM cannot run here: {first.get('why')}"
+    if left := sum(case.name not in rows for case in cases):
+        verdict += f"; {left} not run yet"
+    return Outcome(verdict, advice, bool(bad))
 
 
-def _bad(rows: dict[str, Row], name: str) -> bool:
-    return name in rows and rows[name]["state"] in (WRONG, FAILED, LATE)
-
-
-def text(rows: dict[str, Row], cases: Sequence[Case]) -> str:
-    """A Markdown table of all cases, those without a row as well."""
-    lines = ["| case | state | seconds | what |", "| --- | --- | ---: | --- |"]
+def format_findings(rows: dict[str, Row], cases: Sequence[Case]) -> str:
+    """A Markdown table for each kind of measurement."""
+    tables: dict[str, list[dict[str, Any]]] = {}
     for case in cases:
-        row = rows.get(case.name, {"state": "not run"})
-        seconds = f"{row['seconds']:.0f}" if "seconds" in row else "–"
-        told = row.get("why") if row["state"] != RIGHT else _short(row.get("data", {}))
-        lines.append(f"| {case.name} | {row['state']} | {seconds} | {told or ''} |")
+        table = rows.get(case.name, {}).get("table", {})
+        if table.get("rows"):
+            tables.setdefault(table["title"], []).extend(table["rows"])
+    lines = []
+    for title, found in tables.items():
+        columns = list(dict.fromkeys(name for row in found for name in row))
+        lines += [f"## {title}", "", *_head(columns)]
+        lines += [_line([_cell(row.get(name)) for name in columns]) for row in found]
+        lines.append("")
     return "\n".join(lines)
 
 
-def _short(data: dict[str, Any]) -> str:
-    parts = [
-        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in data.items()
-        if name not in BULKY and isinstance(value, str | int | float)
-    ]
-    told = ", ".join(parts)
-    return told if len(told) <= CELL_MAX * 3 else told[: CELL_MAX * 3] + " …"
+def format_cases(rows: dict[str, Row], cases: Sequence[Case]) -> str:
+    """A Markdown table of all cases, those that have not run as well."""
+    lines = _head(["case", "state", "seconds", "why"])
+    for case in cases:
+        row = rows.get(case.name, {"state": "not run"})
+        why = row.get("why", "").replace("\n", " ").replace("|", "\\|")
+        lines.append(_line([case.name, row["state"], _cell(row.get("seconds")), why]))
+    return "\n".join(lines)
 
 
-def write(outcome: Outcome, rows: dict[str, Row], folder: Path) -> None:
-    """`table.md` for people and `table.json` for programs; the full rows are in `results.jsonl` beside them."""
-    from benchmarks.gpu_kit.cases import all_cases
+def _head(columns: list[str]) -> list[str]:
+    return [_line(columns), _line(["---"] * len(columns))]
 
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+    return "" if value is None else str(value)
+
+
+def write(outcome: Outcome, rows: dict[str, Row], cases: Sequence[Case], folder: Path) -> None:
+    """Write `table.md`; the full rows are in `results.jsonl` beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    head = [f"Verdict: {outcome.verdict}", ""]
-    head += [", ".join(f"{name} {value}" for name, value in outcome.machine.items()), ""]
-    head += [f"- {line}" for line in outcome.advice] + [""] * bool(outcome.advice)
-    (folder / "table.md").write_text("\n".join([*head, text(rows, all_cases()), ""]))
-    brief = {
-        name: {**row, "data": {k: v for k, v in row.get("data", {}).items() if k not in BULKY}}
-        for name, row in rows.items()
-        if row["state"] != LEFT_OUT or row.get("why")
-    }
-    (folder / "table.json").write_text(json.dumps({**asdict(outcome), "rows": brief}, indent=1) + "\n")
+    found = rows.get("check/machine", {}).get("data", {})
+    machine = ", ".join(f"{name} {value}" for name, value in found.items())
+    lines = ["# KVBM on this machine", "", outcome.verdict, "", machine, ""]
+    lines += [f"- {line}" for line in outcome.advice] + [""] * bool(outcome.advice)
+    lines += [format_findings(rows, cases), "## Cases", "", format_cases(rows, cases), ""]
+    (folder / "table.md").write_text("\n".join(lines))

@@ -1,7 +1,7 @@
-"""Gaps between the tokens of an answer while other requests come and go: alone, beside stores, beside page locking.
+"""Gaps between the tokens of an answer beside other requests: vLLM alone, with KVBM's stores, with page locking.
 
-One long answer is watched. Beside it some answers are generated, and from time to time a new prompt is computed, all of
-which KVBM stores. Every case is asked the same, so the difference to vLLM alone is KVBM's.
+One long answer is timed. Beside it other answers are generated and new prompts are computed, all of which KVBM stores.
+Every engine gets the same requests, so the difference to vLLM alone is KVBM's.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 from benchmarks.engine import BLOCK_TOKENS, CONNECTOR, prompt
 from benchmarks.gpu_kit.engines import set_environment
 from benchmarks.gpu_kit.first_tokens import engine_model
-from benchmarks.gpu_kit.ledger import RIGHT
+from benchmarks.gpu_kit.ledger import Row, make_row
 
-WATCHED = "watched"
+TIMED = "timed"
 ANSWER_TOKENS, REHEARSED_TOKENS = 1024, 96
 BESIDE = 7
 PROMPT_TOKENS, REHEARSED_PROMPT = 2048, 256
 PROMPT_EVERY = 64
-"""Tokens of the watched answer between two new prompts."""
+"""Tokens of the timed answer between two new prompts."""
 WARM_TOKENS = 8
 
 
-def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """The row of one engine: gaps in milliseconds, and with a reference their ratios to it."""
+def measure(request: dict[str, Any]) -> Row:
+    """The row of one engine."""
     options, rehearse = request["options"], request["rehearse"]
     set_environment(_environment(options, rehearse))
     from vllm import LLM
@@ -48,28 +48,26 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     )
     try:
         began_s = time.perf_counter()
-        gaps = watch(llm.llm_engine, answer, long)
+        gaps = time_tokens(llm.llm_engine, answer, long)
         took_s = time.perf_counter() - began_s
     finally:
         llm.llm_engine.engine_core.shutdown()
-    data = {"tokens": answer, "took s": round(took_s, 2), **summary(gaps)}
-    data["token gaps ms"] = [round(gap * 1e3, 3) for gap in gaps]
-    for name in ("p50 ms", "p99 ms", "longest ms") if request.get("reference") else ():
-        data[name.replace("ms", "× alone")] = round(data[name] / request["reference"][name], 3)
-    return {"state": RIGHT, "data": data}
+    data: dict[str, Any] = summarize(gaps)
+    row: dict[str, Any] = {"beside": options["beside"], **data, "answers took s": took_s}
+    alone = request.get("reference")
+    row["p99 × alone"] = data["p99 ms"] / alone["p99 ms"] if alone else 1.0
+    return make_row([], data, "Gaps between tokens", [row])
 
 
 def _environment(options: dict[str, Any], rehearse: bool) -> dict[str, str]:
     values = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if rehearse else {}
     if options.get("kvbm"):
         values["DYN_KVBM_CPU_CACHE_GB"] = str(1 if rehearse else options["host_gb"])
-    if options.get("lazy"):
-        values["DYN_KVBM_OFFLOAD_MODE"] = "lazy"
     return values
 
 
-def watch(engine: Any, answer: int, long: int) -> list[float]:
-    """Seconds between the tokens of the watched answer. It begins at once: memory is locked from the first copy on."""
+def time_tokens(engine: Any, answer: int, long: int) -> list[float]:
+    """Seconds between the tokens of the timed answer, which begins at once: pages are locked from the first copy on."""
     seen, last_s, asked = 0, 0.0, 0
     gaps: list[float] = []
 
@@ -81,12 +79,12 @@ def watch(engine: Any, answer: int, long: int) -> list[float]:
 
     for number in range(BESIDE):
         ask(f"beside-{number}", number, 64, answer)
-    ask(WATCHED, BESIDE, 64, answer)
+    ask(TIMED, BESIDE, 64, answer)
     while seen < answer:
         outputs = engine.step()
         now_s = time.perf_counter()
         for output in outputs:
-            if output.request_id != WATCHED:
+            if output.request_id != TIMED:
                 continue
             new = len(output.outputs[0].token_ids) - seen
             if seen >= WARM_TOKENS and new > 0:
@@ -101,11 +99,11 @@ def watch(engine: Any, answer: int, long: int) -> list[float]:
     return gaps
 
 
-def summary(gaps: list[float]) -> dict[str, float]:
+def summarize(gaps: list[float]) -> dict[str, float]:
     """The middle, the slow end and the worst of the gaps, in milliseconds."""
     ordered = sorted(gaps)
     return {
-        "p50 ms": round(statistics.median(ordered) * 1e3, 3),
-        "p99 ms": round(ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))] * 1e3, 3),
-        "longest ms": round(ordered[-1] * 1e3, 3),
+        "p50 ms": statistics.median(ordered) * 1e3,
+        "p99 ms": ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))] * 1e3,
+        "longest ms": ordered[-1] * 1e3,
     }
