@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from benchmarks.engine import CONNECTOR, end_with_children, prompt
-from kvbm.demo.server import HOST, VllmServer, free_port
+from kvbm.demo.server import HOST, Server, free_port, make_vllm_command
 from kvbm.present.tables import console, plain_table, save_json
 from kvbm.settings import process_environment
 from kvbm.testing.tiny_model import DType, Size, make_model
@@ -150,8 +150,16 @@ def measure(model: str, options: argparse.Namespace, scratch: Path) -> dict[str,
         "--kv-transfer-config", json.dumps(CONNECTOR),
     ]  # fmt: skip
     log = options.output / "counters_at_reply.log"
-    with VllmServer(
-        model, arguments, environment, log, start_timeout_s=options.timeout, request_timeout_s=120.0
+    port = free_port()
+    command = make_vllm_command(model, port, arguments)
+    with Server(
+        "vllm serve",
+        command,
+        port,
+        environment,
+        log,
+        start_timeout_s=options.timeout,
+        request_timeout_s=120.0,
     ) as server:
         watched = Watched(server.port, metrics_port, options.blocks)
         for number in range(4):  # first uses of shapes and of memory

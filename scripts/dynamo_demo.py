@@ -145,7 +145,7 @@ def show(outcomes: Sequence[Outcome]) -> bool:
     """The table; whether all texts are those of the first run."""
     from rich.console import Console
 
-    from kvbm.demo.machine import describe
+    from kvbm.demo.runs import describe_machine
     from kvbm.present.tables import plain_table
 
     headings = ("run", "new, ms", "seen, ms", "loaded", "router", "host", "disk")
@@ -159,7 +159,9 @@ def show(outcomes: Sequence[Outcome]) -> bool:
             *(map(str, each.router) if each.router is not None else "–––"),
         )
     console = Console(highlight=False)
-    console.print(", ".join(f"{name}: {value}" for name, value in describe(None).items()), soft_wrap=True)
+    console.print(
+        ", ".join(f"{name}: {value}" for name, value in describe_machine(None).items()), soft_wrap=True
+    )
     console.print(
         f"{REQUESTS} requests about {DOCUMENTS} documents of {PREFIX_BLOCKS} blocks of {BLOCK_TOKENS} tokens, one at a"
         " time. Median times to the first token, for documents that are new and that were seen; then blocks: loaded by"

@@ -49,7 +49,7 @@ class Stack(Server):
         *,
         start_timeout_s: float = 240.0,
         request_timeout_s: float = 120.0,
-        while_starting: Callable[[float], None] | None = None,
+        while_starting: Callable[[float], None] = lambda _seconds: None,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         # Not below `directory`: the path of a socket is 108 bytes at most.

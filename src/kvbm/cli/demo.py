@@ -13,8 +13,8 @@ from kvbm.errors import SettingsError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvbm.demo.options import Options
     from kvbm.demo.report import Results
+    from kvbm.demo.runs import Options
 
 app = typer.Typer()
 
@@ -59,9 +59,8 @@ def demo(
 
     from kvbm.demo.client import RequestError
     from kvbm.demo.experiment import run_experiment
-    from kvbm.demo.machine import cuda_device
-    from kvbm.demo.options import Options
     from kvbm.demo.progress import Reporter
+    from kvbm.demo.runs import Options, find_cuda_device
     from kvbm.demo.server import ServerError
 
     console = Console()
@@ -71,7 +70,7 @@ def demo(
         short=short,
         dtype=dtype,
         prefix_tokens=prefix_tokens,
-        cuda_device=cuda_device(),
+        cuda_device=find_cuda_device(),
         start_timeout_s=start_timeout,
     )
     # A polite end must pass through the same clean-up as Ctrl-C.

@@ -1,5 +1,5 @@
-"""The prefix-reuse experiment: the worth of a KV cache beyond the device, shown on real `vllm serve` processes.
+"""The prefix-reuse experiment: the worth of a KV cache beyond the device, shown on real vLLM servers.
 
-Start reading at `experiment.py`. `workload` makes the requests, `server` runs vLLM, `client` talks to it,
-`counters` reads metrics pages, `report` judges and prints, `picture` draws.
+Start reading at `experiment.py`. `workload` makes the requests, `runs` describes the servers, `server` runs them,
+`client` sends requests, `counters` reads metrics pages, `report` judges and prints, `picture` draws.
 """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 LIKELIEST = 20
-"""Of each step; vLLM tells no more unless its operator allows it."""
+"""vLLM's limit, unless its operator raises it."""
 
 
 class RequestError(RuntimeError):
@@ -37,11 +37,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
 
 
-class Likelihoods(msgspec.Struct, frozen=True, kw_only=True):
-    """A greedy answer, with the natural logarithms of the probabilities of each step's `LIKELIEST` tokens."""
-
-    token_ids: tuple[int, ...]
-    steps: tuple[dict[int, float], ...]
+Likelihoods = tuple[dict[int, float], ...]
+"""Natural logarithms of the probabilities of each step's `LIKELIEST` tokens."""
 
 
 class Client:
@@ -96,34 +93,30 @@ class Client:
     def chat(self, model: str, messages: list[dict[str, str]], max_tokens: int) -> Answer:
         """A greedy chat completion of exactly `max_tokens` tokens, streamed.
 
-        The time to first token ends with the first chunk that carries a token, not with the one that only names
-        the role.
+        The time to first token ends with the first chunk that carries a token, not with the one that names the role.
         """
         body = {"messages": messages, "return_token_ids": True}
         return self._streamed("/v1/chat/completions", model, body, max_tokens)
 
-    def likelihoods(self, model: str, messages: list[dict[str, str]], count: int, salt: str) -> Likelihoods:
-        """`chat`, not streamed, with how likely the server took the tokens to be.
-
-        Nothing that is cached is of the same `salt`, so all is computed anew.
-        """
+    def likelihoods(
+        self, model: str, messages: list[dict[str, str]], count: int, salt: str
+    ) -> tuple[tuple[int, ...], Likelihoods]:
+        """The tokens of `chat` and their likelihoods, computed without cached blocks: none has this `salt`."""
         body = _greedy(model, count) | {
             "messages": messages,
             "cache_salt": salt,
             "logprobs": True,
             "top_logprobs": LIKELIEST,
             "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
+            "return_tokens_as_token_ids": True,  # as `token_id:N`
         }
         with self._send("POST", "/v1/chat/completions", body, self._timeout_s) as response:
             choice = json.load(response)["choices"][0]
-        steps = choice["logprobs"]["content"]
-        return Likelihoods(
-            token_ids=tuple(choice["token_ids"]),
-            steps=tuple(
-                {_token_id(top): float(top["logprob"]) for top in step["top_logprobs"]} for step in steps
-            ),
+        steps = [step["top_logprobs"] for step in choice["logprobs"]["content"]]
+        likelihoods = (
+            {int(top["token"].partition(":")[2]): float(top["logprob"]) for top in step} for step in steps
         )
+        return tuple(choice["token_ids"]), tuple(likelihoods)
 
     def complete(self, model: str, tokens: Sequence[int], max_tokens: int) -> Answer:
         """A greedy completion of exactly `max_tokens` tokens after these, streamed."""
@@ -163,11 +156,6 @@ class Client:
 
 def _greedy(model: str, max_tokens: int) -> dict[str, Any]:
     return {"model": model, "max_tokens": max_tokens, "temperature": 0.0, "seed": 0, "ignore_eos": True}
-
-
-def _token_id(top: dict[str, Any]) -> int:
-    """vLLM writes a token as `token_id:N` where it is asked to."""
-    return int(top["token"].removeprefix("token_id:"))
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,7 @@ Pure but for `save`: everything here can be tested without an engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,7 +13,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvbm.demo.counters import TIERS, TRANSFERS
+from kvbm.demo.client import Likelihoods, RequestError
+from kvbm.demo.counters import TIERS
 from kvbm.present.numbers import quantile
 from kvbm.present.tables import plain_table, save_json
 
@@ -50,21 +51,23 @@ class AnsweredRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.apart_nats is not None and self.apart_nats <= TIE_NATS
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One server's run: its settings, its answers, and the counts of its metrics.
+Recompute = Callable[[AnsweredRequest, int], tuple[tuple[int, ...], Likelihoods]]
+"""Computes a request's first tokens, so many of them, without any cache. May raise RequestError."""
 
-    `required_tiers` are those that must have served tokens for the run to show what it is meant to show.
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One server's run: its settings, its answers, and the prompt tokens by tier.
+
+    `required_tier` must have served tokens for the run to show what it is meant to show; empty: none.
     """
 
     name: str
     title: str
     environment: Mapping[str, str]
-    required_tiers: tuple[str, ...]
+    required_tier: str
     start_s: float
     requests: tuple[AnsweredRequest, ...]
     hit_tokens: Mapping[str, int]
-    bytes_moved: Mapping[str, int]
-    counters: Mapping[str, float]
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +107,7 @@ def first_difference(results: Results) -> str | None:
         for number, (want, got) in enumerate(zip(reference.requests, run.requests, strict=True), start=1):
             if got.tied or (want.text, want.token_ids) == (got.text, got.token_ids):
                 continue
-            at = divergence(want.token_ids, got.token_ids)
+            at = find_divergence(want.token_ids, got.token_ids)
             return (
                 f"request {number} (document {want.document + 1}, question {want.question + 1}), token {at + 1}:"
                 f"\n  {reference.name}: {_shown(want.text)}\n  {run.name}: {_shown(got.text)}"
@@ -124,9 +127,8 @@ def problems(results: Results, *, same_text_required: bool = True) -> list[str]:
     if difference is not None:
         found.append(f"the runs gave different texts: {difference}")
     for run in results.runs:
-        for tier in run.required_tiers:
-            if not run.hit_tokens.get(tier):
-                found.append(f"run {run.name!r} has no {tier} hits: not one token came from that tier")
+        if run.required_tier and not run.hit_tokens.get(run.required_tier):
+            found.append(f"run {run.name!r} has no {run.required_tier} hits: no token came from that tier")
     return found
 
 
@@ -136,7 +138,7 @@ def render(results: Results) -> RenderableType:
     for run in results.runs:
         if run.environment:
             lines.append(f"{run.name}: " + " ".join(f"{k}={v}" for k, v in run.environment.items()))
-    return Group(_times(results), _sources(results), _traffic(results), Text("\n".join(lines), style="dim"))
+    return Group(_times(results), _sources(results), Text("\n".join(lines), style="dim"))
 
 
 def _times(results: Results) -> Table:
@@ -161,14 +163,6 @@ def _sources(results: Results) -> Table:
     return table
 
 
-def _traffic(results: Results) -> Table:
-    table = _table("Bytes moved, MB", *(f"{source} →\n{target}" for source, target in TRANSFERS))
-    for run in results.runs:
-        moved = [run.bytes_moved.get(f"{source} to {target}", 0) / 1e6 for source, target in TRANSFERS]
-        table.add_row(run.title, *(f"{megabytes:,.0f}" for megabytes in moved))
-    return table
-
-
 def _table(title: str, *headings: str) -> Table:
     table = plain_table(("run", *headings), words={"run"}, title=title)
     table.min_width, table.columns[0].min_width = 72, 24
@@ -179,14 +173,14 @@ def save(results: Results, path: Path) -> None:
     """Write the results as indented JSON: the figures of the table, then every raw value."""
     summary = {
         run.name: {
-            "ttft_seen_p50_s": quantile(ttfts_s(run, seen_only=True), 0.5),
-            "ttft_seen_p95_s": quantile(ttfts_s(run, seen_only=True), 0.95),
-            "ttft_all_p50_s": quantile(ttfts_s(run, seen_only=False), 0.5),
-            "ttft_all_p95_s": quantile(ttfts_s(run, seen_only=False), 0.95),
+            **{
+                f"ttft_{kind}_p{percent}_s": quantile(ttfts_s(run, seen_only=kind == "seen"), percent / 100)
+                for kind in ("seen", "all")
+                for percent in (50, 95)
+            },
             "speedup_p50": speedup(results, run),
             "prompt_tokens": prompt_tokens(run),
             "hit_tokens": run.hit_tokens,
-            "bytes_moved": run.bytes_moved,
         }
         for run in results.runs
     }
@@ -198,12 +192,31 @@ def save(results: Results, path: Path) -> None:
     save_json(document, path)
 
 
-def divergence(left: Sequence[int], right: Sequence[int]) -> int:
+def find_divergence(left: Sequence[int], right: Sequence[int]) -> int:
     """The first position at which two answers differ."""
-    for index, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return index
-    return min(len(left), len(right))
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+def measure_difference(recompute: Recompute, want: AnsweredRequest, got: AnsweredRequest) -> AnsweredRequest:
+    """`got`, with how far apart in likelihood the first differing tokens are when the server computes them anew.
+
+    Unchanged if nothing differs, if the recomputed answer begins otherwise, or if it does not have both tokens among
+    the likeliest.
+    """
+    at = find_divergence(want.token_ids, got.token_ids)
+    if at >= min(len(want.token_ids), len(got.token_ids)):
+        return got
+    try:
+        tokens, likelihoods = recompute(got, at + 1)
+    except RequestError:  # not every server reports likelihoods: then the difference stands
+        return got
+    if tokens[:at] != got.token_ids[:at] or len(likelihoods) <= at:
+        return got
+    left, right = (likelihoods[at].get(each.token_ids[at]) for each in (want, got))
+    if left is None or right is None:
+        return got
+    return msgspec.structs.replace(got, apart_nats=abs(left - right))
 
 
 def _shown(text: str) -> str:

@@ -1,13 +1,8 @@
-"""One server: started, waited for, and always ended.
-
-The process gets a group of its own, so that ending it ends everything it started (engine core, workers, a private
-KVBM manager), also on Ctrl-C and when the experiment fails.
-"""
+"""One server: started, waited for, and always ended, with all that it started (engine core, workers, a manager)."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import re
 import signal
@@ -22,7 +17,6 @@ from kvbm.demo.client import Client, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
 
 HOST = "127.0.0.1"
 LOG_TAIL_LINES = 30
@@ -46,30 +40,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def vllm_command(model: str) -> list[str]:
-    """How to serve `model` with vLLM of this very environment.
-
-    The `vllm` script asks for the metadata of a distribution named `vllm`, which the CPU wheel does not have: there
-    the same server is started by its module.
-    """
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    script = Path(sys.executable).with_name("vllm")
-    start = (
-        [sys.executable, str(script)]
-        if script.exists()
-        else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
-    )
-    return [*start, "serve", model]
+def make_vllm_command(model: str, port: int, arguments: Sequence[str]) -> list[str]:
+    """What `vllm serve` runs. The script itself needs a distribution named `vllm`, which the CPU wheel is not."""
+    serve = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    return [*serve, "--host", HOST, "--port", str(port), *arguments]
 
 
 class Server:
     """A process that answers HTTP at a loopback port. Use it in a `with` statement.
 
-    `name` stands in errors. `environment` is all that the process gets. `while_starting` is called with the seconds
-    waited.
+    `name` appears in errors. `environment` is the whole environment of the process. `while_starting` is called with the
+    seconds waited.
     """
 
     def __init__(
@@ -82,75 +63,57 @@ class Server:
         *,
         start_timeout_s: float,
         request_timeout_s: float,
-        while_starting: Callable[[float], None] | None = None,
+        while_starting: Callable[[float], None] = lambda _seconds: None,
     ) -> None:
         self.name = name
-        self.command = list(command)
         self.port = port
         self.log_path = log_path
         self.client = Client(HOST, port, timeout_s=request_timeout_s)
+        self.start_s = 0.0
+        self._command = list(command)
         self._environment = dict(environment)
         self._start_timeout_s = start_timeout_s
         self._while_starting = while_starting
         self._process: subprocess.Popen[bytes] | None = None
-        self.start_s = 0.0
-
-    @property
-    def pid(self) -> int | None:
-        """Its process, which leads a group of its own; None while it does not run."""
-        return self._process.pid if self._process is not None else None
 
     def is_ready(self) -> bool:
         """Whether it can serve. May raise RequestError while it can't."""
         return self.client.is_ready()
 
     def __enter__(self: _Own) -> _Own:
-        self.launch()
-        try:
-            self.wait_until_ready()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def launch(self) -> None:
-        """Start the process, and do not wait for it."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                self.command,
+                self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
                 start_new_session=True,
             )
+        try:
+            self._wait_until_ready(self._process)
+        except BaseException:
+            self.stop()
+            raise
+        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def wait_until_ready(self) -> None:
-        """Wait for a process that was launched. Raises ServerError when it ends first, or takes too long."""
+    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
+        """Raises ServerError when it ends first, or takes too long."""
         started = time.monotonic()
-        assert self._process is not None
         while True:
             self.start_s = time.monotonic() - started
-            if self._process.poll() is not None:
-                raise self.failure(
-                    f"{self.name} ended with status {self._process.returncode} before it was ready"
-                )
+            if process.poll() is not None:
+                raise self.failure(f"{self.name} ended with status {process.returncode} before it was ready")
             if self.start_s > self._start_timeout_s:
                 raise self.failure(f"{self.name} was not ready after {self._start_timeout_s:.0f} s")
             with contextlib.suppress(RequestError):  # not ready yet
                 if self.is_ready():
                     return
-            if self._while_starting is not None:
-                self._while_starting(self.start_s)
+            self._while_starting(self.start_s)
             time.sleep(READY_POLL_S)
 
     def failure(self, what: str) -> ServerError:
@@ -159,7 +122,7 @@ class Server:
         return ServerError(f"{what}; the last lines of {self.log_path}:\n{tail}")
 
     def stop(self) -> None:
-        """End the process and all it started: asked first, then killed. Safe to call again."""
+        """End the process and all it started: SIGTERM first, then SIGKILL. Safe to call again."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -167,7 +130,7 @@ class Server:
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):  # it is killed below
                 process.wait(STOP_GRACE_S)
-        # Processes left in the group have lost their parent: nobody else would end them.
+        # Processes left in the group have lost their parent.
         _signal_group(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + KILL_GRACE_S
         while _group_alive(process.pid) and time.monotonic() < deadline:
@@ -175,33 +138,6 @@ class Server:
             time.sleep(0.05)
         _signal_group(process.pid, signal.SIGKILL)
         process.wait(KILL_GRACE_S)
-
-
-class VllmServer(Server):
-    """A running `vllm serve MODEL …` on a loopback port of its own."""
-
-    def __init__(
-        self,
-        model: str,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        log_path: Path,
-        *,
-        start_timeout_s: float,
-        request_timeout_s: float,
-        while_starting: Callable[[float], None] | None = None,
-    ) -> None:
-        port = free_port()
-        super().__init__(
-            "vllm serve",
-            [*vllm_command(model), "--host", HOST, "--port", str(port), *arguments],
-            port,
-            environment,
-            log_path,
-            start_timeout_s=start_timeout_s,
-            request_timeout_s=request_timeout_s,
-            while_starting=while_starting,
-        )
 
 
 def _signal_group(group: int, number: Literal[signal.Signals.SIGTERM, signal.Signals.SIGKILL]) -> None:

@@ -17,22 +17,22 @@ from rich.console import Console
 
 from kvbm.demo import counters, picture, report, workload
 from kvbm.demo.client import Client, RequestError
-from kvbm.demo.options import (
+from kvbm.demo.report import AnsweredRequest, Results, Run
+from kvbm.demo.runs import (
     CONNECTOR,
     Options,
-    server_arguments,
-    server_environment,
-    three_runs,
-    workload_for,
+    make_arguments,
+    make_environment,
+    make_runs,
+    make_workload,
 )
-from kvbm.demo.report import AnsweredRequest, Results, Run
-from kvbm.demo.server import ServerError, VllmServer, log_tail
+from kvbm.demo.server import Server, ServerError, log_tail
 from kvbm.observe.exposition import render as render_page
 from kvbm.observe.metrics import Metrics
 from rigs.manager_probe import wait_for
 
 
-def make_run(name: str, seen_s: list[float], hits: dict[str, int], required: tuple[str, ...] = ()) -> Run:
+def make_run(name: str, seen_s: list[float], hits: dict[str, int], required: str = "") -> Run:
     requests = tuple(
         AnsweredRequest(
             document=0,
@@ -51,20 +51,18 @@ def make_run(name: str, seen_s: list[float], hits: dict[str, int], required: tup
         name=name,
         title=name.title(),
         environment={"DYN_KVBM_X": "1"} if required else {},
-        required_tiers=required,
+        required_tier=required,
         start_s=12.5,
         requests=requests,
         hit_tokens=hits,
-        bytes_moved={"host to device": 5_000_000} if required else {},
-        counters={},
     )
 
 
 def make_results() -> Results:
     runs = (
         make_run("plain", [1.0, 1.2, 1.1], {"device": 0, "host": 0, "disk": 0}),
-        make_run("host", [0.1, 0.2, 0.1], {"device": 0, "host": 2500, "disk": 0}, ("host",)),
-        make_run("disk", [0.2, 0.2, 0.4], {"device": 128, "host": 500, "disk": 2000}, ("disk",)),
+        make_run("host", [0.1, 0.2, 0.1], {"device": 0, "host": 2500, "disk": 0}, "host"),
+        make_run("disk", [0.2, 0.2, 0.4], {"device": 128, "host": 500, "disk": 2000}, "disk"),
     )
     return Results(machine={"machine": "a machine"}, settings={"model": "a model"}, runs=runs)
 
@@ -175,7 +173,7 @@ def test_impossible_orders_are_refused(counts: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("short", [False, True])
 def test_gaps_call_for_both_tiers_of_the_third_run(short: bool) -> None:
-    sizes = workload_for(Options(output=Path("unused"), short=short))
+    sizes = make_workload(Options(output=Path("unused"), short=short))
     asks = workload.schedule(sizes.document_count, sizes.request_count)
     gaps = []
     recent: list[int] = []
@@ -190,29 +188,29 @@ def test_gaps_call_for_both_tiers_of_the_third_run(short: bool) -> None:
 
 
 def test_sizes_keep_the_device_small_and_the_host_tier_too_small() -> None:
-    sizes = workload_for(Options(output=Path("unused")))
+    sizes = make_workload(Options(output=Path("unused")))
     assert sizes.request_blocks < sizes.device_blocks < 2 * sizes.request_blocks
     assert sizes.request_blocks < sizes.small_host_blocks < sizes.working_set_blocks
     assert sizes.max_model_len % sizes.block_tokens == 0
 
 
 def test_runs_are_started_as_a_user_would(tmp_path: Path) -> None:
-    sizes = workload_for(Options(output=tmp_path))
-    plain, host, disk = three_runs(sizes, tmp_path, (5001, 5002))
-    assert "--kv-transfer-config" not in server_arguments(sizes, plain, "float32")
-    arguments = server_arguments(sizes, host, "float32")
+    sizes = make_workload(Options(output=tmp_path))
+    plain, host, disk = make_runs(sizes, tmp_path, (5001, 5002))
+    assert "--kv-transfer-config" not in make_arguments(sizes, plain, "float32")
+    arguments = make_arguments(sizes, host, "float32")
     assert (
         json.loads(arguments[arguments.index("--kv-transfer-config") + 1])["kv_connector"]
         == "DynamoConnector"
     )
     assert "kvbm.vllm_integration.connector" in CONNECTOR
     inherited = {"PATH": "/bin", "DYN_KVBM_CPU_CACHE_GB": "7", "DYN_KVBM_MANAGER": "elsewhere"}
-    environment = server_environment(disk, inherited, cuda=False, local_model=True)
+    environment = make_environment(disk, inherited, cuda=False, local_model=True)
     assert "DYN_KVBM_CPU_CACHE_GB" not in environment and "DYN_KVBM_MANAGER" not in environment
     assert environment["DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER"] == "true"
     assert environment["DYN_KVBM_METRICS_PORT"] == "5002"
     assert environment["HF_HUB_OFFLINE"] == "1"
-    assert "HF_HUB_OFFLINE" not in server_environment(plain, inherited, cuda=True, local_model=False)
+    assert "HF_HUB_OFFLINE" not in make_environment(plain, inherited, cuda=True, local_model=False)
 
 
 def test_counters_are_read_from_our_own_page() -> None:
@@ -221,10 +219,9 @@ def test_counters_are_read_from_our_own_page() -> None:
     metrics.add("kvbm_transfer_bytes_total", 4096, source="host", target="device")
     metrics.add("kvbm_onboard_blocks_h2d", 3)
     moved = counters.difference(before, counters.read(render_page(metrics)))
-    assert counters.bytes_moved(moved)["host to device"] == 4096
     assert counters.total(moved, "kvbm_transfer_bytes") == 4096
     assert counters.hit_tokens({}, moved, block_tokens=128) == {"device": 0, "host": 384, "disk": 0}
-    assert counters.named(moved, "kvbm_")['kvbm_transfer_bytes_total{source="host",target="device"}'] == 4096
+    assert counters.total(moved, "kvbm_transfer_bytes", source="disk") == 0
 
 
 def test_what_the_engine_says_of_tiers_comes_first() -> None:
@@ -297,7 +294,7 @@ def test_likelihoods_are_computed_without_a_cache_and_told_by_token(
 ) -> None:
     client = Client("127.0.0.1", engine.server_port, timeout_s=5)
     told = client.likelihoods("m", workload.messages("text", 0), 1, salt="s")
-    assert (told.token_ids, told.steps) == ((4,), ({4: -0.25, 9: -1.5},))
+    assert told == ((4,), ({4: -0.25, 9: -1.5},))
     (body,) = engine.bodies  # type: ignore[attr-defined]
     assert (body["cache_salt"], body["logprobs"], body["temperature"], body["max_tokens"]) == (
         "s",
@@ -315,32 +312,29 @@ def test_failed_requests_name_what_was_asked(engine: http.server.ThreadingHTTPSe
         Client("127.0.0.1", 1, timeout_s=1).is_ready()
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """Let the server run this code instead of vLLM."""
-    monkeypatch.setattr("kvbm.demo.server.vllm_command", lambda _model: [sys.executable, "-c", code])
-
-
-def make_server(log: Path, start_timeout_s: float) -> VllmServer:
-    return VllmServer(
-        "model", [], dict(os.environ), log, start_timeout_s=start_timeout_s, request_timeout_s=1.0
+def make_server(code: str, log: Path, start_timeout_s: float) -> Server:
+    """A server that runs this code and listens nowhere."""
+    return Server(
+        "code",
+        [sys.executable, "-c", code],
+        1,
+        dict(os.environ),
+        log,
+        start_timeout_s=start_timeout_s,
+        request_timeout_s=1.0,
     )
 
 
-def test_a_server_that_ends_early_shows_the_end_of_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_in(monkeypatch, "print(*range(100), sep='\\n'); raise SystemExit(3)")
-    with pytest.raises(ServerError, match="status 3") as caught, make_server(tmp_path / "log", 20):
+def test_a_server_that_ends_early_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    code = "print(*range(100), sep='\\n'); raise SystemExit(3)"
+    with pytest.raises(ServerError, match="status 3") as caught, make_server(code, tmp_path / "log", 20):
         pass
     assert str(caught.value).endswith("98\n99") and "\n69\n" not in str(caught.value)
 
 
-def test_a_server_that_never_answers_is_ended_with_its_children(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    child = "import subprocess; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
-    stand_in(monkeypatch, child)
-    with pytest.raises(ServerError, match="not ready after"), make_server(tmp_path / "log", 1.5):
+def test_a_server_that_never_answers_is_ended_with_its_children(tmp_path: Path) -> None:
+    code = "import subprocess; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
+    with pytest.raises(ServerError, match="not ready after"), make_server(code, tmp_path / "log", 1.5):
         pass
     pid = int((tmp_path / "log").read_text().split()[0])
 

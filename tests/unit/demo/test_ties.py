@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbm.demo.client import Likelihoods, RequestError
-from kvbm.demo.report import AnsweredRequest
-from kvbm.demo.ties import apart
+from kvbm.demo.report import AnsweredRequest, measure_difference
 
 
 def answered(*token_ids: int) -> AnsweredRequest:
@@ -23,11 +22,13 @@ def answered(*token_ids: int) -> AnsweredRequest:
     )
 
 
+Answer = tuple[tuple[int, ...], Likelihoods]
+
 WANT, GOT = answered(7, 8, 9, 1), answered(7, 8, 5, 2)
 
 
-def told(token_ids: tuple[int, ...], *steps: dict[int, float]) -> Likelihoods:
-    return Likelihoods(token_ids=token_ids, steps=steps)
+def told(token_ids: tuple[int, ...], *steps: dict[int, float]) -> Answer:
+    return token_ids, steps
 
 
 @pytest.mark.parametrize(
@@ -41,28 +42,28 @@ def told(token_ids: tuple[int, ...], *steps: dict[int, float]) -> Likelihoods:
     ],
     ids=["likelier", "less likely", "not among the likeliest", "another beginning", "ended before"],
 )
-def test_the_first_differing_tokens_are_compared(answer: Likelihoods, apart_nats: float | None) -> None:
+def test_the_first_differing_tokens_are_compared(answer: Answer, apart_nats: float | None) -> None:
     asked: list[tuple[AnsweredRequest, int]] = []
 
-    def anew(request: AnsweredRequest, count: int) -> Likelihoods:
+    def anew(request: AnsweredRequest, count: int) -> Answer:
         asked.append((request, count))
         return answer
 
-    assert apart(anew, WANT, GOT).apart_nats == apart_nats
+    assert measure_difference(anew, WANT, GOT).apart_nats == apart_nats
     assert asked == [(GOT, 3)]
 
 
 def test_equal_answers_and_those_cut_short_are_not_asked_for() -> None:
-    def anew(request: AnsweredRequest, count: int) -> Likelihoods:
+    def anew(request: AnsweredRequest, count: int) -> Answer:
         raise AssertionError("nothing to ask")
 
-    assert apart(anew, WANT, WANT) is WANT
+    assert measure_difference(anew, WANT, WANT) is WANT
     short = answered(7, 8)
-    assert apart(anew, WANT, short) is short
+    assert measure_difference(anew, WANT, short) is short
 
 
 def test_a_server_that_cannot_say_leaves_the_difference() -> None:
-    def anew(request: AnsweredRequest, count: int) -> Likelihoods:
+    def anew(request: AnsweredRequest, count: int) -> Answer:
         raise RequestError("no such field")
 
-    assert apart(anew, WANT, GOT) is GOT
+    assert measure_difference(anew, WANT, GOT) is GOT
