@@ -34,13 +34,16 @@ from kvbm.sim.serving.store import POLL_S, StoreRules
 from kvbm.sim.traces.formats import ReadOptions, read_trace
 from kvbm.sim.traces.synthetic import ChatShape, chats
 from kvbm.sim.traces.trace import Trace
-from kvbm.testing.faulty_blobs import MemoryBlobs
 from kvbm.testing.oracle import block_bytes
 from kvbm.tiers.host import HostArena
 from kvbm.tiers.remote.blob_tier import BlobTier, open_blob_tier
 from kvbm.tiers.remote.options import RemoteOptions
 from kvbm.tiers.remote.pack_size import blocks_of_a_load, record_bytes
 from kvbm.tiers.remote.packs import PACK_PREFIX
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from rigs.faulty_blobs import MemoryBlobs
 
 POINTS_MAX = 2.0
 """By so many points the hit rates of managers and simulator may differ."""

@@ -9,7 +9,6 @@ import pytest
 
 from kvbm.clock import Clock, ManualClock
 from kvbm.testing.blob_contract import BlobContract, blob_name, same
-from kvbm.testing.faulty_blobs import FaultyBlobs, MemoryBlobs
 from kvbm.tiers.remote.blobs import BlobStore
 from kvbm.tiers.remote.drivers.credentials import Credentials
 from kvbm.tiers.remote.drivers.opening import open_blobs
@@ -26,6 +25,7 @@ from rigs.blob_services import (
     redis_server,
     seaweedfs,
 )
+from rigs.faulty_blobs import FaultyBlobs, MemoryBlobs
 
 BUCKET = "bucket"
 KEYS = Credentials(ACCESS_KEY, SECRET_KEY)

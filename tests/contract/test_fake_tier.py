@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.testing.fake_tier import FakeMedium, FakeTier
 from kvbm.testing.tier_contract import PersistentTierContract
+from rigs.fake_tier import FakeMedium, FakeTier
 
 
 class TestFakeTier(PersistentTierContract):

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.testing.fake_remote import FakeRemote, FakeStore
-from kvbm.testing.faulty_blobs import BlobFault, BlobRule, FaultyBlobs, MemoryBlobs
 from kvbm.testing.remote_contract import RemoteContract
 from kvbm.tiers.remote.blob_tier import BlobTier, open_blob_tier
 from kvbm.tiers.remote.blobs import BlobStore
@@ -18,6 +16,8 @@ from kvbm.tiers.remote.contract import RemoteTier
 from kvbm.tiers.remote.drivers.directory import DirectoryBlobs
 from kvbm.tiers.remote.options import RemoteOptions
 from kvbm.tiers.remote.sealing import MasterKey, Seal, Sealer
+from rigs.fake_remote import FakeRemote, FakeStore
+from rigs.faulty_blobs import BlobFault, BlobRule, FaultyBlobs, MemoryBlobs
 
 
 class KeptOpen(MemoryBlobs):

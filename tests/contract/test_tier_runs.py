@@ -9,11 +9,11 @@ import pytest
 
 from contract.host_arena_tier import HostArenaTier
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.testing.fake_tier import FakeMedium, FakeRunTier, FakeTier
 from kvbm.testing.run_tier_contract import PersistentRunTierContract, RunTierContract
 from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.disk import geometry
 from kvbm.tiers.disk.tier import open_disk_tier
+from rigs.fake_tier import FakeMedium, FakeRunTier, FakeTier
 
 
 class TestDiskRuns(PersistentRunTierContract):

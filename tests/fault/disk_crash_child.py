@@ -22,11 +22,11 @@ from pathlib import Path
 
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.testing.faults import FaultySyscalls
 from kvbm.tiers.contract import BlockEnd, BlockHead
 from kvbm.tiers.disk import block_io
 from kvbm.tiers.disk import medium as disk_medium
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
+from rigs.faulty_syscalls import FaultySyscalls
 
 LAYOUT = BlockLayout(block_tokens=16, shard_bytes=20_000, shard_count=2)
 NAMESPACE = Namespace(model="crash", fields=())

@@ -25,10 +25,10 @@ from kvbm.manager.storing import RESERVATION_S
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll, DiskFilter
 from kvbm.protocol import HELD, REFUSED
-from kvbm.testing.fake_tier import FakeTier
 from kvbm.testing.oracle import BlockOracle, block_bytes
 from kvbm.tiers.contract import SlotTier
 from kvbm.tiers.host import HostArena
+from rigs.fake_tier import FakeTier
 
 LAYOUT = BlockLayout(block_tokens=4, shard_bytes=4096, shard_count=2)
 NAMESPACE = Namespace(model="model/machine", fields=(("weights", "1"),))

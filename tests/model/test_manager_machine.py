@@ -15,7 +15,6 @@ from kvbm.manager.disk_side import HEAL_INTERVAL_S
 from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.lookups import advance
 from kvbm.policy import LeafFirstLru
-from kvbm.testing.fake_tier import FakeMedium, FakeRunTier, FakeTier
 from kvbm.tiers.contract import Completion, SlotTier
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 from model.manager_machine import (
@@ -30,6 +29,7 @@ from model.manager_machine import (
     pick,
     positions,
 )
+from rigs.fake_tier import FakeMedium, FakeRunTier, FakeTier
 from rigs.property_tests import examples
 
 

@@ -17,13 +17,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvbm.block import BlockKey, Outcome
 from kvbm.clock import ManualClock
 from kvbm.layout import BlockLayout
-from kvbm.testing.faulty_blobs import BlobFault, BlobRule, FaultyBlobs, MemoryBlobs
 from kvbm.testing.remote_contract import RemoteBuffers, chain, keys_of
 from kvbm.testing.tier_contract import NAMESPACE, make_key
 from kvbm.tiers.contract import BlockEnd, BlockHead, Completion
 from kvbm.tiers.remote.blob_tier import BlobTier, open_blob_tier
 from kvbm.tiers.remote.contract import NOWHERE
 from kvbm.tiers.remote.options import RemoteOptions
+from rigs.faulty_blobs import BlobFault, BlobRule, FaultyBlobs, MemoryBlobs
 from rigs.property_tests import examples
 
 LAYOUT = BlockLayout(block_tokens=16, shard_bytes=4096, shard_count=2)

@@ -14,9 +14,9 @@ from kvbm.hints import ClientHint, read_hint
 from kvbm.manager import prefetching
 from kvbm.manager.disk_side import HEAL_INTERVAL_S
 from kvbm.manager.prefetching import Cause
-from kvbm.testing.fake_tier import FakeMedium, FakeTier
 from kvbm.tiers.contract import SlotTier
 from model.manager_machine import CHAINS, DISK_SLOTS, LAYOUT, ManagerMachine, chains, pick, positions
+from rigs.fake_tier import FakeMedium, FakeTier
 from rigs.property_tests import examples
 
 tenants = st.sampled_from(["", "one"])

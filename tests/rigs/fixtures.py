@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvbm.layout import BlockLayout
-from kvbm.testing.fake_tier import FakeMedium, FakeTier
 from rigs.admin import Node
+from rigs.fake_tier import FakeMedium, FakeTier
 from rigs.manager import ManagerBench
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from kvbm.library.attachment import Attachment
 from kvbm.manager.space import Space
 from kvbm.sglang_integration.host_pages import Pages, pages_of
 from kvbm.sglang_integration.pages_kept import PagesKept
-from kvbm.testing.fake_tier import FakeMedium, FakeTier
+from rigs.fake_tier import FakeMedium, FakeTier
 from rigs.served import DEADLINE_S, ServedManager
 from rigs.sglang_pools import PAGE_TOKENS, HostPool
 

@@ -16,12 +16,12 @@ from kvbm.client.finder import ManagerAddress, ManagerFinder
 from kvbm.layout import BlockLayout
 from kvbm.protocol import Commit, RankReport, Ready, Reserve, ReserveReply, Reset, ResetReply, Welcome
 from kvbm.step_plan import LoadPlan, StepPlan, StorePlan
-from kvbm.testing.fake_tier import FakeTier
 from kvbm.transfer import DeviceCache
 from kvbm.worker.jobs import FinishedLoad
 from kvbm.worker.mapping import Mapping
 from kvbm.worker.mover import Mover
 from kvbm.worker.worker import Worker
+from rigs.fake_tier import FakeTier
 from rigs.manager import DEADLINE_S, KEYS, Client, ManagerBench
 
 DEVICE_BLOCKS = 48

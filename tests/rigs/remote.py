@@ -11,10 +11,10 @@ from kvbm.manager.space import Space
 from kvbm.manager.write_behind import RemoteRules
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy, AdmitAll
-from kvbm.testing.fake_remote import FakeRemote, FakeStore
-from kvbm.testing.fake_tier import FakeMedium, FakeTier
 from kvbm.testing.oracle import block_bytes
 from kvbm.tiers.host import HostArena
+from rigs.fake_remote import FakeRemote, FakeStore
+from rigs.fake_tier import FakeMedium, FakeTier
 from rigs.space import LAYOUT, ME
 
 OPTIONS = RemoteRules(linger_s=10.0)

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 
 from kvbm.clock import ManualClock
-from kvbm.testing.faulty_blobs import MemoryBlobs
 from kvbm.testing.tier_contract import LAYOUT, NAMESPACE
 from kvbm.tiers.remote.blob_tier import BlobTier, open_blob_tier
 from kvbm.tiers.remote.blobs import BlobStore
 from kvbm.tiers.remote.options import RemoteOptions
 from kvbm.tiers.remote.sealing import Seal
+from rigs.faulty_blobs import MemoryBlobs
 
 WAIT_S = 20.0
 PREFIX = f"{NAMESPACE.fingerprint.hex()}/"

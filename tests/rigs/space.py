@@ -11,9 +11,9 @@ from kvbm.manager.leases import Lease
 from kvbm.manager.space import Space
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy, AdmitAll
-from kvbm.testing.fake_tier import FakeMedium, FakeRunTier, FakeTier
 from kvbm.testing.oracle import block_bytes
 from kvbm.tiers.host import HostArena
+from rigs.fake_tier import FakeMedium, FakeRunTier, FakeTier
 
 LAYOUT = BlockLayout(block_tokens=4, shard_bytes=4096)
 KEYS = chain_keys(bytes(32), range(400), LAYOUT.block_tokens)

@@ -36,6 +36,7 @@ OTHER_WORDS = {
 }
 """Words that would say a second time what the design's words say."""
 SLEEPS = {
+    "tests/rigs/faulty_blobs.py": "a slow store is one of the faults that it injects",
     "tests/rigs/manager_probe.py": "looks at other processes, which signal nothing to a test, again and again",
     "tests/engine/engine_child.py": "the pace of an engine that has nothing to do",
     "tests/engine/engine_process.py": "a process that hangs gets time to write its stack",

@@ -16,7 +16,7 @@ from kvbm.cli.doctor import line_of
 from kvbm.cli.doctor_check import Check
 from kvbm.cli.doctor_round_trip import check_round_trip
 from kvbm.settings import LoadedSettings, Settings
-from kvbm.testing.faults import Fault, FaultRule, FaultySyscalls
+from rigs.faulty_syscalls import Fault, FaultRule, FaultySyscalls
 
 MB = 1_000_000
 

@@ -11,9 +11,9 @@ from kvbm.cli.doctor_check import Check
 from kvbm.cli.doctor_remote import PREFIX, REQUEST_S, TRIAL_S, check_remote
 from kvbm.clock import ManualClock
 from kvbm.settings import Settings
-from kvbm.testing.faulty_blobs import MemoryBlobs
 from kvbm.tiers.remote.blobs import BlobInfo, Buffer, Put, StoreError, StoreTrouble
 from kvbm.tiers.remote.collector import is_leftover
+from rigs.faulty_blobs import MemoryBlobs
 
 ON = Settings(remote="file:///somewhere")
 

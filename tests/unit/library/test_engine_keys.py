@@ -25,8 +25,8 @@ from kvbm.library import session as library_session
 from kvbm.library.backend import Stored
 from kvbm.manager.space import Space
 from kvbm.settings import Settings
-from kvbm.testing.fake_tier import FakeMedium, FakeTier
 from kvbm.transfer import CpuCopier
+from rigs.fake_tier import FakeMedium, FakeTier
 from rigs.library import LocalHouse, SharedHouse, content, layout, new_cache
 from rigs.served import DEADLINE_S
 

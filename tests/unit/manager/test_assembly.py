@@ -16,9 +16,9 @@ from kvbm.policy.admission.filter import AdmitAll
 from kvbm.policy.admission.ghost import GhostAdmission
 from kvbm.policy.admission.write_budget import WriteBudget
 from kvbm.protocol import Commit, Ready
-from kvbm.testing.fake_tier import FakeTier
 from kvbm.tiers.disk.directory import claim_directory, read_meta
 from kvbm.tiers.disk.syscalls import Syscalls
+from rigs.fake_tier import FakeTier
 from rigs.manager import KEYS, LAYOUT, NAMESPACE, OTHER, ManagerBench, refusal, store
 
 MakeBench = Callable[..., ManagerBench]

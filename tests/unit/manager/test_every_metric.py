@@ -15,8 +15,8 @@ from kvbm.observe.metric_table import TABLE
 from kvbm.observe.remote_metrics import REMOTE_METRICS
 from kvbm.policy import AdmitAll
 from kvbm.protocol import Commit, Finished, Release, Reserve, ReserveReply, Reset, ResetReply
-from kvbm.testing.fake_remote import FakeRemote, FakeStore
-from kvbm.testing.fake_tier import FakeTier
+from rigs.fake_remote import FakeRemote, FakeStore
+from rigs.fake_tier import FakeTier
 from rigs.manager import KEYS, LAYOUT, ManagerBench, store
 
 OF_A_STORE = {

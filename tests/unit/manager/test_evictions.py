@@ -9,7 +9,7 @@ from kvbm.manager.disk_side import HEAL_INTERVAL_S
 from kvbm.manager.gauges import publish_gauges
 from kvbm.manager.letting_go import DEMOTED
 from kvbm.observe.metric_table import BY_NAME
-from kvbm.testing.fake_tier import FakeTier
+from rigs.fake_tier import FakeTier
 from rigs.manager import KEYS as MANAGERS_KEYS
 from rigs.manager import ManagerBench, store
 from rigs.space import KEYS, ME, OTHER, Bench

@@ -17,8 +17,8 @@ from kvbm.manager.leases import Lease
 from kvbm.manager.space import Space
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll
-from kvbm.testing.fake_tier import FakeMedium, FakeTier
 from kvbm.tiers.host import HostArena
+from rigs.fake_tier import FakeMedium, FakeTier
 from rigs.property_tests import examples
 
 ME = 1

@@ -22,7 +22,7 @@ from kvbm.protocol import (
     Release,
     Reset,
 )
-from kvbm.testing.fake_tier import FakeTier
+from rigs.fake_tier import FakeTier
 from rigs.manager import KEYS, OTHER, ManagerBench, one, store, why
 from rigs.space import Bench
 

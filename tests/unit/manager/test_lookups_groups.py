@@ -16,8 +16,8 @@ from kvbm.manager.lookups import advance
 from kvbm.manager.pool import SlotPool
 from kvbm.manager.space import Space
 from kvbm.policy import AdmitAll, LeafFirstLru
-from kvbm.testing.fake_tier import FakeTier
 from kvbm.tiers.host import HostArena
+from rigs.fake_tier import FakeTier
 from rigs.space import KEYS, ME, Bench
 
 WINDOW = Group(kind=GroupKind.WINDOW, reach=2)

@@ -11,7 +11,7 @@ from kvbm.manager.departed import Fate
 from kvbm.manager.lost import Fates, behind_a_fault, fates, reason_of
 from kvbm.manager.write_behind import RemoteRules
 from kvbm.policy import make_admission
-from kvbm.testing.fake_remote import FakeStore
+from rigs.fake_remote import FakeStore
 from rigs.remote import RemoteBench
 from rigs.space import KEYS, LAYOUT
 

@@ -11,7 +11,7 @@ from kvbm.hashing import join_keys
 from kvbm.hints import tenant_digest
 from kvbm.manager.leases import PREFETCHES
 from kvbm.protocol import Finished, Release, Reset, ResetReply
-from kvbm.testing.fake_tier import FakeMedium, FakeTier
+from rigs.fake_tier import FakeMedium, FakeTier
 from rigs.manager import KEYS, NAMESPACE, Client, ManagerBench, refusal, store
 from rigs.resizing import come_back, operator, resize, sent_away
 

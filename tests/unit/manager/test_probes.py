@@ -13,7 +13,7 @@ from kvbm.clock import ManualClock
 from kvbm.errors import ManagerUnavailable
 from kvbm.manager.probes import LOOK_S, TURN_S_MAX, Probes
 from kvbm.settings import Settings
-from kvbm.testing.fake_tier import FakeTier
+from rigs.fake_tier import FakeTier
 from rigs.manager import ManagerBench
 
 MakeBench = Callable[..., ManagerBench]

@@ -6,7 +6,7 @@ from kvbm.block import Tier
 from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.remote_facts import RemoteFacts
 from kvbm.manager.slot_facts import SlotFact, TierListener
-from kvbm.testing.fake_remote import FakeStore
+from rigs.fake_remote import FakeStore
 from rigs.remote import RemoteBench
 from rigs.space import KEYS, LAYOUT
 

@@ -11,13 +11,13 @@ from kvbm.manager.space import Space
 from kvbm.manager.write_behind import RemoteRules
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll
-from kvbm.testing.faulty_blobs import BlobFault, BlobRule, FaultyBlobs
 from kvbm.testing.oracle import block_bytes
 from kvbm.testing.tier_contract import LAYOUT
 from kvbm.tiers.host import HostArena
 from kvbm.tiers.remote.blob_tier import BlobTier
 from kvbm.tiers.remote.contract import NOWHERE
 from kvbm.tiers.remote.upkeep import TOUCHES_AT_ONCE
+from rigs.faulty_blobs import BlobFault, BlobRule, FaultyBlobs
 from rigs.remote_nodes import Nodes, settled
 from rigs.space import KEYS, ME, OTHER
 

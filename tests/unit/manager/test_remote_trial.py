@@ -12,8 +12,8 @@ import pytest
 from kvbm.clock import Clock, ManualClock
 from kvbm.manager.remote_trial import remote_trial
 from kvbm.settings import Settings
-from kvbm.testing.faulty_blobs import MemoryBlobs
 from kvbm.tiers.remote.blobs import BlobStore, Buffer, StoreError
+from rigs.faulty_blobs import MemoryBlobs
 
 
 def opening(store: BlobStore) -> Callable[[Settings, Clock, float], BlobStore]:

@@ -13,8 +13,8 @@ from kvbm.admin_protocol import Pin, Pinned, Resized
 from kvbm.hashing import join_keys
 from kvbm.manager import carrying
 from kvbm.protocol import Commit, Release, Reset, ResetReply
-from kvbm.testing.fake_tier import FakeTier
 from kvbm.testing.oracle import block_bytes
+from rigs.fake_tier import FakeTier
 from rigs.manager import KEYS, LAYOUT, NAMESPACE, OTHER, ManagerBench, store
 from rigs.resizing import PassingClock, begin, come_back, holds, operator, resize, sent_away
 

@@ -17,7 +17,7 @@ from kvbm.manager.lookups import Found
 from kvbm.manager.retaining import KEPT_S, final_verdicts
 from kvbm.manager.server import TICK_S
 from kvbm.protocol import Commit, LookupReply, Release, Reserve, ReserveReply, Reset, ResetReply
-from kvbm.testing.fake_tier import FakeTier
+from rigs.fake_tier import FakeTier
 from rigs.manager import KEYS, Client, ManagerBench
 from rigs.space import ME, Bench
 

@@ -22,7 +22,7 @@ from kvbm.protocol import (
     Reset,
     ResetReply,
 )
-from kvbm.testing.fake_tier import FakeTier
+from rigs.fake_tier import FakeTier
 from rigs.manager import KEYS, LAYOUT, ManagerBench, store
 
 HOST = bytes([Tier.HOST])

@@ -15,8 +15,8 @@ from kvbm.manager.leases import Lease
 from kvbm.manager.session import Session
 from kvbm.manager.storing import RESERVATION_S
 from kvbm.protocol import CopiesHang, Fence, FenceDone, Lookup, Ready, Reset, Watch, Welcome
-from kvbm.testing.fake_tier import FakeTier
 from kvbm.testing.oracle import block_bytes
+from rigs.fake_tier import FakeTier
 from rigs.manager import KEYS, Client, ManagerBench, refusal, store
 
 MakeBench = Callable[..., ManagerBench]

@@ -24,8 +24,8 @@ from kvbm.protocol import (
     StatusQuery,
     Watch,
 )
-from kvbm.testing.fake_tier import FakeTier
 from kvbm.testing.oracle import block_bytes
+from rigs.fake_tier import FakeTier
 from rigs.manager import KEYS, Client, ManagerBench, store
 
 MakeBench = Callable[..., ManagerBench]

@@ -16,7 +16,7 @@ from kvbm.manager.pool import SlotPool
 from kvbm.policy import LeafFirstLru
 from kvbm.policy.shares import ACTIVE_S, OTHERS, TENANTS_MAX, Shares
 from kvbm.protocol import PROTOCOL_VERSION, Commit, Hello, Release, Reserve, ReserveReply, Welcome
-from kvbm.testing.fake_tier import FakeTier
+from rigs.fake_tier import FakeTier
 from rigs.manager import Client, ManagerBench
 from rigs.resizing import come_back, operator, resize, sent_away
 from rigs.space import Bench

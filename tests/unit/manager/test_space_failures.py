@@ -26,7 +26,7 @@ from kvbm.protocol import (
     ReserveReply,
     Watch,
 )
-from kvbm.testing.fake_tier import FakeTier
+from rigs.fake_tier import FakeTier
 from rigs.manager import KEYS, NAMESPACE, OTHER, ManagerBench, store
 from rigs.space import ME
 from rigs.space import Bench as SpaceBench

@@ -9,8 +9,8 @@ import pytest
 from kvbm.block import Tier
 from kvbm.manager.write_behind import RemoteRules
 from kvbm.policy import make_admission
-from kvbm.testing.fake_remote import FakeStore
 from kvbm.tiers.host import HostArena
+from rigs.fake_remote import FakeStore
 from rigs.remote import RemoteBench
 from rigs.space import KEYS, LAYOUT, ME, OTHER
 

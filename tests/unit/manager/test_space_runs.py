@@ -11,8 +11,8 @@ import pytest
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.manager.leases import Lease
 from kvbm.manager.onboard import WAITING_CHECKED_EACH
-from kvbm.testing.fake_tier import FakeRunTier
 from kvbm.tiers.contract import BlockEnd, Completion
+from rigs.fake_tier import FakeRunTier
 from rigs.space import KEYS, ME, OTHER, PEER, Bench
 
 

@@ -13,8 +13,8 @@ from kvbm.manager.disk_side import HEAL_INTERVAL_S
 from kvbm.manager.space import Space
 from kvbm.policy import AdmitAll
 from kvbm.protocol import HELD, REFUSED
-from kvbm.testing.fake_tier import FakeTier
 from kvbm.tiers.host import HostArena
+from rigs.fake_tier import FakeTier
 from rigs.space import KEYS, LAYOUT, ME, OTHER, Bench
 
 # ---- the tier below

@@ -11,9 +11,9 @@ from kvbm.grouping import Grouping
 from kvbm.groups import Group, GroupKind
 from kvbm.layout import BlockLayout
 from kvbm.manager.host_side import SpaceOptions
-from kvbm.testing.fake_remote import FakeStore
 from kvbm.testing.oracle import block_bytes
 from kvbm.tiers.contract import BlockHead
+from rigs.fake_remote import FakeStore
 from rigs.remote import RemoteBench
 from rigs.space import KEYS, LAYOUT, ME
 

@@ -10,8 +10,8 @@ from kvbm.block import BlockKey
 from kvbm.hashing import chain_keys
 from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.write_behind import IN_FLIGHT_SHARE, SUBMITTED_AT_ONCE, RemoteRules
-from kvbm.testing.fake_remote import FakeStore
 from kvbm.tiers.remote.pack_size import OPEN_SHARE
+from rigs.fake_remote import FakeStore
 from rigs.remote import RemoteBench
 from rigs.space import KEYS, LAYOUT, ME, OTHER
 

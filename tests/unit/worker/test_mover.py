@@ -22,9 +22,9 @@ from kvbm.protocol import (
     ResetReply,
 )
 from kvbm.step_plan import LoadPlan, StepPlan, StepReport
-from kvbm.testing.fake_tier import FakeTier
 from kvbm.worker import loading
 from kvbm.worker.jobs import FinishedLoad
+from rigs.fake_tier import FakeTier
 from rigs.manager import KEYS
 from rigs.mover import Rank, on_disk
 

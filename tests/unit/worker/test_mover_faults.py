@@ -15,10 +15,10 @@ from kvbm.client.channel import Channel
 from kvbm.errors import KvbmError
 from kvbm.protocol import Commit, Ready
 from kvbm.step_plan import LoadPlan, StepPlan, StepReport, StorePlan
-from kvbm.testing.fake_tier import FakeTier
 from kvbm.worker import mover as mover_module
 from kvbm.worker.jobs import StoreJob
 from kvbm.worker.mapping import Mapping
+from rigs.fake_tier import FakeTier
 from rigs.manager import DEADLINE_S, ManagerBench
 from rigs.mover import Rank, on_disk
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvbm.clock import ManualClock
 from kvbm.step_plan import LoadPlan, StepPlan, StepReport
-from kvbm.testing.fake_tier import FakeTier
+from rigs.fake_tier import FakeTier
 from rigs.mover import Rank, on_disk
 
 

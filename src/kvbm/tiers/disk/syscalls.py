@@ -1,7 +1,7 @@
 """The kernel calls through which the disk tier touches its medium, and nothing else.
 
 They are methods of an object, and the object is an argument, so that tests can put faults exactly here
-(`kvbm.testing.faults`). `read_fully` and `write_fully` turn the kernel's short transfers into whole ones.
+(`tests/rigs/faulty_syscalls.py`). `read_fully` and `write_fully` turn the kernel's short transfers into whole ones.
 """
 
 from __future__ import annotations

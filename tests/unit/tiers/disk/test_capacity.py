@@ -10,7 +10,6 @@ import pytest
 from kvbm.block import Outcome, SlotIndex
 from kvbm.errors import TierError
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.testing.faults import Fault, FaultRule, FaultySyscalls
 from kvbm.testing.tier_contract import (
     LAYOUT,
     NAMESPACE,
@@ -23,6 +22,7 @@ from kvbm.testing.tier_contract import (
 from kvbm.tiers.disk import geometry
 from kvbm.tiers.disk.syscalls import Syscalls
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
+from rigs.faulty_syscalls import Fault, FaultRule, FaultySyscalls
 
 
 def open_tier(

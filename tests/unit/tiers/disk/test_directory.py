@@ -13,7 +13,6 @@ import pytest
 
 from kvbm.errors import SettingsError, TierError
 from kvbm.layout import BlockLayout
-from kvbm.testing.faults import Fault, FaultRule, FaultySyscalls
 from kvbm.testing.tier_contract import NAMESPACE, OTHER_NAMESPACE
 from kvbm.tiers.disk import directory as disk_directory
 from kvbm.tiers.disk.directory import (
@@ -32,6 +31,7 @@ from kvbm.tiers.disk.directory import (
 )
 from kvbm.tiers.disk.geometry import DiskGeometry
 from kvbm.tiers.disk.syscalls import Syscalls
+from rigs.faulty_syscalls import Fault, FaultRule, FaultySyscalls
 
 STEM = f"{DIRECTORY_PREFIX}{NAMESPACE.short}"
 META = describe(

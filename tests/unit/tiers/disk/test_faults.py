@@ -13,7 +13,6 @@ import pytest
 from kvbm.block import Outcome, SlotIndex
 from kvbm.clock import ManualClock
 from kvbm.errors import TierError
-from kvbm.testing.faults import Fault, FaultRule, FaultySyscalls
 from kvbm.testing.tier_contract import (
     DEADLINE_S,
     LAYOUT,
@@ -30,6 +29,7 @@ from kvbm.tiers.disk import tier as disk
 from kvbm.tiers.disk.block_io import RunBuffers
 from kvbm.tiers.disk.syscalls import Syscalls
 from kvbm.tiers.disk.tier import WATCH_PERIOD_S, DiskTier, open_disk_tier
+from rigs.faulty_syscalls import Fault, FaultRule, FaultySyscalls
 
 SLOT_COUNT = 8
 

@@ -10,12 +10,12 @@ import pytest
 from kvbm.block import Outcome, SlotIndex
 from kvbm.errors import TierError
 from kvbm.layout import Namespace
-from kvbm.testing.faults import Fault, FaultRule, FaultySyscalls
 from kvbm.testing.tier_contract import LAYOUT, NAMESPACE, load, make_key, store
 from kvbm.tiers.disk import geometry
 from kvbm.tiers.disk.room import LEFT_BYTES_MAX, LEFT_SHARE, Room
 from kvbm.tiers.disk.syscalls import Syscalls
 from rigs.disk import SLOTS, leave, open_tier, path_of
+from rigs.faulty_syscalls import Fault, FaultRule, FaultySyscalls
 
 GB = 10**9
 

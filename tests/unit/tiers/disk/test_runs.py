@@ -10,7 +10,6 @@ import pytest
 
 from kvbm.block import Outcome, SlotIndex
 from kvbm.layout import BlockLayout
-from kvbm.testing.faults import Fault, FaultRule, FaultySyscalls
 from kvbm.testing.run_tier_contract import RunMemory, heads, load_run, outcomes, store_run
 from kvbm.testing.tier_contract import (
     DEADLINE_S,
@@ -28,6 +27,7 @@ from kvbm.tiers.disk import geometry
 from kvbm.tiers.disk.geometry import RECORD_BYTES
 from kvbm.tiers.disk.syscalls import VECTOR_BUFFERS_MAX
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
+from rigs.faulty_syscalls import Fault, FaultRule, FaultySyscalls
 
 SLOT_COUNT = 12
 HIT, MISS, RETRY = Outcome.HIT, Outcome.MISS, Outcome.RETRY

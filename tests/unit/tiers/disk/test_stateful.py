@@ -16,11 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvbm.block import Outcome, SlotIndex
 from kvbm.layout import BlockLayout
-from kvbm.testing.faults import Fault, FaultRule, FaultySyscalls
 from kvbm.testing.run_tier_contract import load_run, outcomes, store_run
 from kvbm.testing.tier_contract import DEADLINE_S, NAMESPACE, BlockBuffers, by_slot, load, make_key, store
 from kvbm.tiers.disk.geometry import RECORD_BYTES
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
+from rigs.faulty_syscalls import Fault, FaultRule, FaultySyscalls
 from rigs.property_tests import examples
 
 LAYOUT = BlockLayout(block_tokens=16, shard_bytes=5000, shard_count=2)

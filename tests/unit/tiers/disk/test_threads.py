@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from kvbm.block import Outcome, SlotIndex
-from kvbm.testing.faults import Fault, FaultRule, FaultySyscalls
 from kvbm.testing.tier_contract import make_key
 from kvbm.tiers.contract import BlockHead, Completion
 from kvbm.tiers.disk import threads as disk_io
 from kvbm.tiers.disk.syscalls import STALLS_MAX, Syscalls, read_fully, write_fully
 from kvbm.tiers.disk.threads import IoThreads, Job, LoadJob, StoreJob
+from rigs.faulty_syscalls import Fault, FaultRule, FaultySyscalls
 
 PAGE = 4096
 DEADLINE_S = 20.0

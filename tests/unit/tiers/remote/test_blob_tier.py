@@ -10,7 +10,6 @@ import pytest
 from kvbm.block import Outcome
 from kvbm.errors import SettingsError
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.testing.faulty_blobs import BlobFault, BlobRule, FaultyBlobs, MemoryBlobs
 from kvbm.testing.remote_contract import (
     RemoteBuffers,
     chain,
@@ -29,6 +28,7 @@ from kvbm.tiers.remote.options import RemoteOptions
 from kvbm.tiers.remote.pack_size import LOAD_BYTES_MAX, PACK_BYTES_MAX
 from kvbm.tiers.remote.packs import pack
 from kvbm.tiers.remote.sealing import MasterKey, Sealer
+from rigs.faulty_blobs import BlobFault, BlobRule, FaultyBlobs, MemoryBlobs
 from rigs.remote_nodes import PREFIX, Nodes, until
 
 

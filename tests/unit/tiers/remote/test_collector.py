@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvbm.clock import ManualClock
-from kvbm.testing.faulty_blobs import BlobFault, BlobRule, FaultyBlobs, MemoryBlobs
 from kvbm.tiers.remote.blobs import BlobInfo, BlobStore, StoreError
 from kvbm.tiers.remote.collector import LEFT_S, MARK, Collector, Victim, choose
+from rigs.faulty_blobs import BlobFault, BlobRule, FaultyBlobs, MemoryBlobs
 
 SPACE, OTHER = "a" * 64, "b" * 64
 DAY = 86400.0

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from kvbm.clock import ManualClock
-from kvbm.testing.faulty_blobs import MemoryBlobs
 from kvbm.tiers.remote.blob_tier import open_blob_tier
 from kvbm.tiers.remote.survey import remove, survey
+from rigs.faulty_blobs import MemoryBlobs
 from rigs.stored_packs import KEYS, LAYOUT, ONE, TWO, put
 
 

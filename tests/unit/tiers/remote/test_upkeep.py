@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from kvbm.block import Outcome
-from kvbm.testing.faulty_blobs import BlobFault, BlobRule, FaultyBlobs
 from kvbm.testing.remote_contract import (
     chain,
     keys_of,
@@ -20,6 +19,7 @@ from kvbm.tiers.remote.blob_tier import BlobTier
 from kvbm.tiers.remote.contract import NOWHERE
 from kvbm.tiers.remote.prefixed import PrefixedBlobs
 from kvbm.tiers.remote.sweep import READS_A_ROUND
+from rigs.faulty_blobs import BlobFault, BlobRule, FaultyBlobs
 from rigs.remote_nodes import PREFIX, WAIT_S, Nodes
 
 

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from kvbm.clock import ManualClock
-from kvbm.testing.faulty_blobs import BlobFault, BlobRule, FaultyBlobs, MemoryBlobs
 from kvbm.tiers.remote.blobs import Put, StoreError
+from rigs.faulty_blobs import BlobFault, BlobRule, FaultyBlobs, MemoryBlobs
 
 BLOB = bytes(range(200))
 

@@ -8,9 +8,9 @@ import pytest
 
 from kvbm.block import BlockKey, Outcome
 from kvbm.layout import BlockLayout
-from kvbm.testing.fake_remote import FakeRemote, FakeStore
 from kvbm.tiers.contract import BlockHead
 from kvbm.tiers.remote.contract import NOWHERE, Buffers
+from rigs.fake_remote import FakeRemote, FakeStore
 
 LAYOUT = BlockLayout(block_tokens=16, shard_bytes=4096, shard_count=2)
 
