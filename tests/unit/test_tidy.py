@@ -17,6 +17,7 @@ CODE_FOLDERS = ("src", "tests", "scripts", "benchmarks", "examples")
 
 FILE_LINES_MAX = 420
 FUNCTION_LINES_MAX = {"src": 70, "scripts": 70, "benchmarks": 70, "examples": 70, "tests": 90}
+DECISION_WORDS_MAX = 150
 DRAWER_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 NAMED_BY_OTHERS = ("kvbm/utils.py",)
 """Import paths of the original that code outside uses."""
@@ -63,6 +64,13 @@ def long_functions(path: str, source: str) -> Violations:
         lines = (function.end_lineno or function.lineno) - function.lineno + 1
         if lines > limit:
             yield f"{path}:{function.lineno}: {function.name} has {lines} lines, at most {limit}"
+
+
+def long_decisions(path: str, source: str) -> Violations:
+    """Decisions that say more than what was decided, why, and what it costs."""
+    words = [word for word in source.split() if any(letter.isalnum() for letter in word)]
+    if len(words) > DECISION_WORDS_MAX:
+        yield f"{path}: {len(words)} words, at most {DECISION_WORDS_MAX}"
 
 
 def drawer_modules(path: str, source: str) -> Violations:
@@ -256,6 +264,10 @@ def test_the_checkout_has_no(checker: Checker) -> None:
     assert_none(violations(checker, python_files(*CODE_FOLDERS), ROOT))
 
 
+def test_decisions_are_short() -> None:
+    assert_none(violations(long_decisions, sorted((ROOT / "docs/decisions").glob("*.md")), ROOT))
+
+
 def test_no_test_sleeps() -> None:
     assert_none(violations(sleeps, python_files("tests"), ROOT))
 
@@ -296,6 +308,7 @@ LONG_FUNCTION = "def walk():\n" + "    step()\n" * 70
     [
         (long_files, "src/kvbm/a.py", "x = 1\n" * (FILE_LINES_MAX + 1)),
         (long_functions, "src/kvbm/a.py", LONG_FUNCTION),
+        (long_decisions, "docs/decisions/0001-a.md", "word " * (DECISION_WORDS_MAX + 1)),
         (drawer_modules, "kvbm/manager/utils.py", ""),
         (drawer_modules, "kvbm/helpers/pool.py", ""),
         (missing_docstrings, "kvbm/a.py", '"""Doc."""\ndef load(): ...\n'),
