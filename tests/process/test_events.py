@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,49 +108,59 @@ def test_a_router_follows_blocks_from_host_to_disk_and_over_a_restart(
     until(early, where("CPU") | where("STORAGE"))
 
 
+@contextmanager
+def printed(node: Node, *words: str) -> Iterator[Iterator[dict[str, Any]]]:
+    """What `kvbm inspect events --json` prints, line by line, until the test has seen enough."""
+    command = [
+        sys.executable,
+        "-m",
+        "kvbm.cli.main",
+        "inspect",
+        "events",
+        "--seconds",
+        "60",
+        "--json",
+        *words,
+    ]
+    with subprocess.Popen(command, env=node.environment, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        yield map(json.loads, child.stdout)
+        child.terminate()
+
+
+def hashed(key: bytes) -> str:
+    return f"{name_of(key):016x}"
+
+
 @pytest.mark.slow
-def test_what_an_operator_sees_of_it(node: Node, tmp_path: Path, sockets: str) -> None:
+def test_the_command_prints_what_the_manager_holds_and_what_changes(node: Node, sockets: str) -> None:
     engine = node.engine(node.manage("manager.sock", "--namespaces", "2"))
     engine.store(FIVE, TOKENS)
     other = node.engine(str(node.runtime_dir / "manager.sock"), "other", OTHER)
     other.store(KEYS[:2], range(8))
     other.store(KEYS[100:103])
-    prompt = tmp_path / "prompt.json"
-    prompt.write_text(json.dumps([*TOKENS, 7, 7, 7, 7, 7]))
-    while any(space["offload_blocks"] for space in node.json("inspect", "queues")["queues"]):
-        pass
-    told = node.json("inspect", "events", "--tokens", str(prompt))
-    assert (told["endpoint"], told["ended"]) == (f"{sockets}/e", "quiet")
-    assert {told[each] for each in ("missing", "restarts", "told_twice", "unknown_removals")} == {0}
-    rows = {(row["namespace"], row["tier"]): row for row in told["tiers"]}
-    assert set(rows) == {(space.short, tier) for space in (NAMESPACE, OTHER) for tier in ("host", "disk")}
-    assert rows[TOPIC, "host"] == {
-        "namespace": TOPIC,
-        "tier": "host",
-        "blocks": 5,
-        "held": 5,
-        "roots": 1,
-        "chains": 1,
-        "orphans": 0,
+    other.close()
+    leave(node, engine)
+    expected = {
+        (space.short, tier, hashed(key))
+        for space, keys in ((NAMESPACE, FIVE), (OTHER, KEYS[:2]))
+        for tier in ("host", "disk")
+        for key in keys
     }
-    assert (rows[OTHER.short, "disk"]["blocks"], rows[OTHER.short, "disk"]["held"]) == (2, 5)
-    cached = {each["namespace"]: (each["blocks"], each["prompt_blocks"]) for each in told["prompt"]}
-    assert cached == {TOPIC: (5, 6), OTHER.short: (2, 6)}
-    code, out, err = node.kvbm("inspect", "events", "--tokens", str(prompt))
-    assert (code, err) == (0, "")
-    assert f"{OTHER.short} G2 host: 3 blocks are not announced, no engine said what they are" in out
-    assert f"prompt in {TOPIC}: 5 of 6 blocks (G2 host 5, G3 disk 5)" in out
-    code, out, err = node.kvbm("inspect", "events", "--endpoint", f"{sockets}/e")
-    assert (code, err) == (0, "")
-    assert "nothing is odd" in out
-    assert "held" not in out
-
-
-def test_where_all_is_told_the_command_does_not_wait(node: Node) -> None:
-    node.engine(node.manage()).store(FIVE, TOKENS)
-    while any(space["offload_blocks"] for space in node.json("inspect", "queues")["queues"]):
-        pass
-    assert node.json("inspect", "events")["ended"] == "complete"
+    with printed(node, "--endpoint", f"{sockets}/e") as rows:
+        seen = dict[tuple[str, str, str], dict[str, Any]]()
+        while not seen.keys() >= expected:
+            row = next(rows)
+            assert not row.get("error")
+            if row["event"] == "stored":
+                seen[row["namespace"], row["tier"], row["block"]] = row
+        assert seen.keys() == expected, "of blocks without tokens nothing is announced"
+        first, second = (seen[TOPIC, "host", hashed(key)] for key in FIVE[:2])
+        assert ("before" in first, first["tokens"], second["before"]) == (False, 4, hashed(FIVE[0]))
+        node.json("reset", "--tier", "G2")
+        removals = (row for row in rows if row["event"] == "removed")
+        gone = {(row["namespace"], row["tier"], row["block"]) for row in islice(removals, 7)}
+        assert gone == {each for each in expected if each[1] == "host"}
 
 
 @pytest.mark.slow
@@ -155,11 +170,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(make_node: Callable[..., Nod
     assert "publishes no KV events: start it with --events" in node.refused("inspect", "events")
     for words, told in (
         (("--endpoint", "5557"), "--endpoint='5557' cannot be used: tcp://"),
-        (("--endpoint", f"ipc://{tmp_path}/none"), "nobody publishes at ipc://"),
+        (("--endpoint", f"ipc://{tmp_path}/none"), "no KV events are published at ipc://"),
         (("--seconds", "601"), "--seconds='601' cannot be used: a number from 1 to 600"),
-        (("--tokens", str(tmp_path)), "a regular file"),
     ):
         assert told in node.refused("inspect", "events", *words)
-    odd = tmp_path / "odd.json"
-    odd.write_text('{"prompt": [1]}')
-    assert "a JSON list of token ids" in node.refused("inspect", "events", "--tokens", str(odd))

@@ -34,7 +34,7 @@ from kvbm.present.numbers import format_bytes
 from kvbm.present.tables import json_text, plain_table
 
 app = typer.Typer(
-    help="List what a running manager holds: blocks, leases, namespaces, queues; and what routers learn of it.",
+    help="List what a running manager holds: blocks, leases, namespaces, queues; and print its KV events.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )

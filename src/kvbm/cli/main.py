@@ -18,7 +18,7 @@ COMMANDS: dict[str, str] = {
     "manager": "Run a manager that the engines of this node share.",
     "config": "Show the settings and where each comes from; check a file.",
     "status": "Show the running managers: tiers, engines, queues, faults.",
-    "inspect": "List what a running manager holds, and what routers learn of it.",
+    "inspect": "List what a running manager holds, and the KV events that it publishes.",
     "reset": "Drop the blocks of a running manager that are not in use.",
     "resize": "Give the host tier of a running manager another size.",
     "pin": "Keep the blocks of a prompt in host memory for a while.",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "kvbm inspect events --tokens": "`kvbm inspect events` prints the events; `kvbm why --prompt-file` says how far "
+    "a prompt matches",
+}
 """The call from `kvbm` on, up to the removed word, without arguments; and what to use instead, to end a sentence."""
 
 _UNKNOWN_COMMAND = re.compile(r"No such command '([^']+)'")

@@ -1,4 +1,4 @@
-"""When a reader of events takes its account for whole."""
+"""A reader of KV events: what it yields, and where nothing is published."""
 
 from __future__ import annotations
 
@@ -9,88 +9,44 @@ from typing import Any
 import pytest
 import zmq
 
-from kvbm.block import Tier
 from kvbm.clock import ManualClock
 from kvbm.errors import KvbmError
-from kvbm.events import indexer_view, subscriber
-from kvbm.events.indexer_view import IndexerView
-from kvbm.events.subscriber import QUIET_S, read_events
-from kvbm.events.wire import encode
-
-STORED = {
-    "type": "BlockStored",
-    "block_hashes": [1, 2],
-    "parent_block_hash": None,
-    "token_ids": [5, 6],
-    "block_size": 1,
-    "medium": "CPU",
-}
-
-
-class Publisher:
-    """Publishes messages to the one who subscribes, when that one pauses: `pause` is what it asks then."""
-
-    def __init__(self, directory: str) -> None:
-        self.endpoint = f"ipc://{directory}/e"
-        self.view, self.clock = IndexerView(), ManualClock(0.0)
-        self._context: zmq.Context[Any] = zmq.Context()
-        self.socket = self._context.socket(zmq.XPUB)
-        self.socket.bind(self.endpoint)
-        self.pauses = 0
-
-    def close(self) -> None:
-        self._context.destroy(0)
-
-    def message(self, number: int) -> tuple[bytes, bytes, bytes]:
-        return b"t", number.to_bytes(8, "big"), encode(1.0, [STORED])
-
-    def read(self, most_s: float = 30.0, complete_at: int = 0) -> str:
-        """A second of the reader's clock passes in each pause; in the first one it is told of two blocks."""
-
-        def complete() -> bool:
-            if not self.pauses:
-                assert self.socket.recv() == b"\1"
-                self.socket.send_multipart(self.message(4))
-                self.socket.send_multipart([b"no event"])
-            self.pauses += 1
-            self.clock.advance(1.0)
-            return self.view.count("t", Tier.HOST) == complete_at > 0
-
-        return read_events(self.endpoint, self.view, complete, most_s, self.clock)
+from kvbm.events import subscriber
+from kvbm.events.subscriber import Message, read_messages
 
 
 @pytest.fixture
-def publisher() -> Iterator[Publisher]:
+def publisher() -> Iterator[tuple[str, zmq.Socket[Any]]]:
     with tempfile.TemporaryDirectory() as directory:
-        made = Publisher(directory)
-        yield made
-        made.close()
+        context: zmq.Context[Any] = zmq.Context()
+        socket = context.socket(zmq.XPUB)
+        socket.bind(f"ipc://{directory}/e")
+        yield f"ipc://{directory}/e", socket
+        context.destroy(0)
 
 
-def test_it_ends_when_all_is_there(publisher: Publisher) -> None:
-    assert publisher.read(complete_at=2) == "complete"
-    assert (publisher.view.messages, publisher.view.first, publisher.view.unreadable) == (1, 4, 1)
+def test_messages_are_yielded_until_the_time_is_over(publisher: tuple[str, zmq.Socket[Any]]) -> None:
+    endpoint, socket = publisher
+    heard = list[Message | None]()
+
+    def clock() -> float:
+        """The first call comes once the reader has subscribed; the time is over with the third message."""
+        if not heard and socket.poll(0):
+            assert socket.recv() == b"\1"
+            socket.send_multipart([b"t", (4).to_bytes(8, "big"), b"payload"])
+            socket.send_multipart([b"no event"])
+            socket.send_multipart([b"t", (5).to_bytes(8, "big"), b""])
+        return 30.0 if len(heard) == 3 else 0.0
+
+    for message in read_messages(endpoint, 30.0, clock):
+        heard.append(message)
+    assert heard == [Message("t", 4, b"payload"), None, Message("t", 5, b"")]
 
 
-def test_it_ends_when_nothing_more_comes(publisher: Publisher) -> None:
-    assert publisher.read(complete_at=3) == "quiet"
-    assert publisher.view.count("t", Tier.HOST) == 2
-    assert publisher.clock() >= QUIET_S
-
-
-def test_it_ends_when_its_time_is_over(publisher: Publisher) -> None:
-    assert publisher.read(most_s=1.0) == "time"
-
-
-def test_it_ends_when_it_is_full(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexer_view, "BLOCKS_MAX", 1)
-    assert publisher.read() == "full"
-
-
-def test_where_nobody_publishes_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subscriber, "QUIET_S", 0.01)
+def test_where_nothing_is_published_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscriber, "CONNECT_S", 0.01)
     for endpoint in ("tcp://127.0.0.1:1", "tcp://[::1]:1"):
-        with pytest.raises(KvbmError, match="nobody publishes at tcp://"):
-            read_events(endpoint, IndexerView(), lambda: True, 30.0, ManualClock(0.0))
-    with pytest.raises(KvbmError, match="nobody can be reached at ipc://"):
-        read_events("ipc:///" + "x" * 200, IndexerView(), lambda: True, 30.0, ManualClock(0.0))
+        with pytest.raises(KvbmError, match="no KV events are published at tcp://"):
+            next(read_messages(endpoint, 30.0, ManualClock(0.0)))
+    with pytest.raises(KvbmError, match=r"ipc://.* cannot be reached: "):
+        next(read_messages("ipc:///" + "x" * 200, 30.0, ManualClock(0.0)))
