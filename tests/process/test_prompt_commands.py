@@ -10,12 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvbm.cli.prompts import candidates, read_prompt
-from kvbm.errors import SettingsError
+from kvbm.cli.prompts import candidates
 from kvbm.hashing import join_keys
 from kvbm.hints import tenant_digest
 from kvbm.protocol import Lookup, LookupReply, Release
-from kvbm.testing.tiny_model import make_model
 from kvbm.vllm_integration.request_facts import prompt_digest
 from rigs.admin import Engine, Node
 from rigs.manager import LAYOUT, NAMESPACE, OTHER
@@ -147,12 +145,8 @@ def test_what_cannot_be_pinned_is_refused_in_one_line(node: Node, prompt: str, t
         (("--prompt-file", str(pipe)), "a regular file"),
         (("--prompt-file", str(tmp_path)), "a regular file"),
         (("--prompt-file", str(odd)), "a JSON list of token ids"),
-        (("--prompt-file", str(text)), f"--tokenizer='{NAMESPACE.model}' cannot be used"),
-        (
-            ("--prompt-file", str(text), "--tokenizer", str(tmp_path)),
-            f"--tokenizer='{tmp_path}' cannot be used",
-        ),
-        (("--prompt-file", str(chat), "--tokenizer", str(text)), f"--tokenizer='{text}' cannot be used"),
+        (("--prompt-file", str(text)), "a JSON list of token ids"),
+        (("--prompt-file", str(chat)), "a JSON list of token ids"),
         (("--prompt-file", prompt, "--model", "other"), "--model='other' cannot be used"),
         (("--prompt-file", prompt, "--hours", "169"), "--hours='169' cannot be used"),
         (("--prompt-file", prompt, "--hours", "soon"), "--hours='soon' cannot be used"),
@@ -160,41 +154,6 @@ def test_what_cannot_be_pinned_is_refused_in_one_line(node: Node, prompt: str, t
         assert told in node.refused("pin", *words)
     assert "--all" in node.refused("unpin")
     assert node.json("inspect", "leases")["total"] == 0
-
-
-def test_text_is_tokenized_by_the_models_own_tokenizer(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {f"w{token}": token for token in TOKENS} | {"[UNK]": 0}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "prompt.txt").write_text(" ".join(f"w{token}" for token in TOKENS))
-    assert read_prompt(tmp_path / "prompt.txt", str(tmp_path)) == TOKENS
-    body = tmp_path / "body.json"
-    body.write_text(json.dumps({"model": "m", "prompt": " ".join(f"w{token}" for token in TOKENS)}))
-    assert read_prompt(body, str(tmp_path)) == TOKENS
-    body.write_text(json.dumps({"prompt": TOKENS}))
-    assert read_prompt(body, "") == TOKENS, "token ids need no tokenizer"
-
-
-def test_messages_are_put_through_the_models_chat_template(tmp_path: Path) -> None:
-    """As an engine does for the chat API, with the tokenizer that lies beside the model."""
-    transformers = pytest.importorskip("transformers")
-    model = make_model(tmp_path / "tiny", "tiny", "float32")
-    messages = [{"role": "user", "content": "Tell me of the sea"}]
-    (tmp_path / "chat.json").write_text(json.dumps({"messages": messages, "temperature": 0}))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(model), local_files_only=True)
-    expected = tokenizer.encode(
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False),
-        add_special_tokens=False,
-    )
-    assert read_prompt(tmp_path / "chat.json", str(model)) == expected
-    (model / "chat_template.jinja").unlink(missing_ok=True)
-    settings = json.loads((model / "tokenizer_config.json").read_text())
-    settings.pop("chat_template", None)
-    (model / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(SettingsError, match="a chat template that takes these messages"):
-        read_prompt(tmp_path / "chat.json", str(model))
 
 
 def test_pins_leave_most_of_host_memory_to_engines(make_node: Callable[..., Node], prompt: str) -> None:
@@ -281,7 +240,6 @@ def test_a_form_of_keys_that_we_do_not_know_is_not_called_other_extras(node: Nod
 def test_why_refuses_what_does_not_go_together(node: Node, prompt: str) -> None:
     assert "only together with --prompt-file" in node.refused("why", "--model", "x")
     assert "only together with --prompt-file" in node.refused("why", "--namespace", "ab")
-    assert "only together with --prompt-file" in node.refused("why", "--tokenizer", "x")
     assert "--limit=3 cannot be used" in node.refused("why", "cmpl-1", "--limit", "3")
     assert "--limit=3 cannot be used" in node.refused("why", "--prompt-file", prompt, "--limit", "3")
     assert "no value together with --prompt-file" in node.refused("why", "cmpl-1", "--prompt-file", prompt)

@@ -13,7 +13,6 @@ from kvbm.cli.prompt_commands import (
     NOTHING_EXIT_CODE,
     ModelOption,
     PromptOption,
-    TokenizerOption,
     open_prompt,
 )
 from kvbm.errors import SettingsError
@@ -27,7 +26,6 @@ app = typer.Typer(rich_markup_mode=None)
 _EXAMPLES = """\b
 Examples:
   kvbm pin --prompt-file system-prompt.json --hours 8
-  kvbm pin --prompt-file system-prompt.txt --model /models/llama
 """
 
 
@@ -35,7 +33,6 @@ Examples:
 def pin(
     prompt_file: PromptOption,
     model: ModelOption = "",
-    tokenizer: TokenizerOption = "",
     hours: Annotated[str, typer.Option(metavar="H", help="How long; at most a week (168).")] = "1",
     namespace: NamespaceOption = "",
     manager: ManagerOption = "",
@@ -46,7 +43,7 @@ def pin(
     Pins may hold a quarter of a namespace's host memory. Only blocks that an engine has stored can be pinned.
     """
     seconds = _seconds(hours)
-    with open_prompt(prompt_file, model, tokenizer, namespace, manager) as prompt:
+    with open_prompt(prompt_file, model, namespace, manager) as prompt:
         request = Pin(fingerprint=prompt.space.fingerprint, keys=join_keys(prompt.keys), seconds=seconds)
         reply = prompt.ask_to_hold(request)
     _report(reply, len(prompt.keys), seconds, as_json)

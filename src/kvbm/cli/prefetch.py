@@ -12,7 +12,6 @@ from kvbm.cli.prompt_commands import (
     NOTHING_EXIT_CODE,
     ModelOption,
     OptionalPrompt,
-    TokenizerOption,
     open_prompt,
     refuse,
 )
@@ -41,7 +40,6 @@ def prefetch(
         str, typer.Option(metavar="TEXT", help="The cache salt of that session's requests.")
     ] = "",
     model: ModelOption = "",
-    tokenizer: TokenizerOption = "",
     namespace: NamespaceOption = "",
     manager: ManagerOption = "",
     as_json: JsonOption = False,
@@ -58,7 +56,7 @@ def prefetch(
         raise SettingsError("--session", session, f"at most {NAME_CHARACTERS_MAX} characters")
     reply: Pinned | Prefetched
     if prompt_file is not None:
-        with open_prompt(prompt_file, model, tokenizer, namespace, manager) as prompt:
+        with open_prompt(prompt_file, model, namespace, manager) as prompt:
             request = Pin(fingerprint=prompt.space.fingerprint, keys=join_keys(prompt.keys), seconds=0.0)
             reply, asked = prompt.ask_to_hold(request), len(prompt.keys)
     else:

@@ -12,8 +12,7 @@ import typer
 
 from kvbm.admin_protocol import Describe, Description, Pin, Pinned, SpaceReport
 from kvbm.cli.managers import choose_space, settings_for
-from kvbm.cli.prompts import held_chain, read_prompt
-from kvbm.cli.tokenizing import tokenizer_of
+from kvbm.cli.prompts import held_chain, read_tokens
 from kvbm.client.admin import Admin, choose_manager
 from kvbm.errors import ManagerRefused
 
@@ -23,20 +22,12 @@ NOTHING_EXIT_CODE = 1
 _PROMPT = typer.Option(
     "--prompt-file",
     metavar="FILE",
-    help="A JSON list of token ids, a request's JSON body with prompt or messages, or text as it is.",
+    help="The prompt, as a JSON list of token ids.",
 )
 PromptOption = Annotated[Path, _PROMPT]
 OptionalPrompt = Annotated[Path | None, _PROMPT]
 ModelOption = Annotated[
     str, typer.Option("--model", metavar="M", help="The model, as its engine names it; needed among several.")
-]
-TokenizerOption = Annotated[
-    str,
-    typer.Option(
-        "--tokenizer",
-        metavar="DIR",
-        help="The directory of the model's tokenizer, for all but token ids; the model's own name if left out.",
-    ),
 ]
 
 
@@ -62,10 +53,10 @@ def refuse(admin: Admin, refusal: str) -> None:
 
 
 @contextmanager
-def open_prompt(file: Path, model: str, tokenizer: str, namespace: str, manager: str) -> Iterator[Prompt]:
+def open_prompt(file: Path, model: str, namespace: str, manager: str) -> Iterator[Prompt]:
     """The prompt, at the manager and in the namespace that are meant. Raises SettingsError, ManagerUnavailable."""
     settings = settings_for(manager)
     with Admin(choose_manager(settings), settings) as admin:
         space = choose_space(admin.ask(Describe(), Description).spaces, namespace, model)
-        keys, _ = held_chain(admin, space, read_prompt(file, tokenizer_of(tokenizer, space.model)), str(file))
+        keys, _ = held_chain(admin, space, read_tokens(file), str(file))
         yield Prompt(admin, space, keys)

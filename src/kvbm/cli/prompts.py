@@ -3,7 +3,7 @@
 A leader names blocks by vLLM's own chained hashes, or by a chain of ours where vLLM's differ between processes; a
 program with `kvbm.BlockManager` by its own chain. The manager does not know which of them an engine uses, so all are
 made, and the manager says of which it holds blocks. Requests with an adapter, a cache salt or images have other keys,
-and so have those of weights that were changed in memory: a file of text says nothing of these.
+and so have those of weights that were changed in memory: a list of tokens says nothing of these.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from kvbm.admin_protocol import FindPrefix, PrefixFound, SpaceReport
-from kvbm.cli.tokenizing import chat_tokenized, tokenized
 from kvbm.client.admin import Admin
 from kvbm.errors import SettingsError
 from kvbm.hashing import chain_keys, join_keys
@@ -32,42 +31,16 @@ VLLM_SEED = "vllm-none-hash"
 """The start of vLLM's chain where PYTHONHASHSEED is not set."""
 
 
-def read_prompt(file: Path, tokenizer: str) -> list[int]:
-    """The prompt's token ids: a JSON list of them, the body of a request to the completions or the chat API, or text.
-    `tokenizer` is the directory of the tokenizer for all but the first.
-
-    Raises SettingsError in one line.
-    """
+def read_tokens(file: Path) -> list[int]:
+    """The token ids of a prompt, from a file with a JSON list of them. Raises SettingsError in one line."""
     text = _read(file)
-    if text.lstrip()[:1] not in ("[", "{"):
-        return tokenized(text, tokenizer)
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
-        if file.suffix != ".json":
-            return tokenized(text, tokenizer)  # a prompt may begin like that
         content = None
-    if isinstance(content, dict):
-        if isinstance(content.get("messages"), list):
-            return chat_tokenized(content["messages"], tokenizer)
-        content = content.get("prompt")
-        if isinstance(content, str):
-            return tokenized(content, tokenizer)
     if not _are_tokens(content):
-        accepted = "a JSON list of token ids, the body of a request with prompt or messages, or text"
+        accepted = "a JSON list of token ids, as the server's /tokenize returns them"
         raise SettingsError("--prompt-file", str(file), accepted)
-    return cast("list[int]", content)
-
-
-def read_tokens(file: Path, option: str) -> list[int]:
-    """The token ids of a file that the user named with this option, a JSON list. Raises SettingsError in one line."""
-    text = _read(file, option)
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        content = None
-    if not _are_tokens(content):
-        raise SettingsError(option, str(file), "a JSON list of token ids")
     return cast("list[int]", content)
 
 
@@ -75,24 +48,24 @@ def _are_tokens(content: object) -> bool:
     return isinstance(content, list) and all(type(each) is int and 0 <= each <= TOKEN_MAX for each in content)
 
 
-def _read(file: Path, option: str = "--prompt-file") -> str:
+def _read(file: Path) -> str:
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise SettingsError(option, str(file), "a regular file")
+                raise SettingsError("--prompt-file", str(file), "a regular file")
             with open(descriptor, "rb", closefd=False) as opened:
                 content = opened.read(PROMPT_BYTES_MAX + 1)
         finally:
             os.close(descriptor)
         if len(content) > PROMPT_BYTES_MAX:
-            raise SettingsError(option, str(file), f"a file of at most {PROMPT_BYTES_MAX >> 20} MiB")
+            raise SettingsError("--prompt-file", str(file), f"a file of at most {PROMPT_BYTES_MAX >> 20} MiB")
         return content.decode()
     except OSError as error:
         accepted = f"a file that can be read ({error.strerror})"
-        raise SettingsError(option, str(file), accepted) from None
+        raise SettingsError("--prompt-file", str(file), accepted) from None
     except UnicodeDecodeError:
-        raise SettingsError(option, str(file), "UTF-8 text, or a JSON list of token ids") from None
+        raise SettingsError("--prompt-file", str(file), "a JSON list of token ids") from None
 
 
 def held_chain(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
+_TOKENS = "--prompt-file takes a JSON list of token ids, as the server's /tokenize returns them"
+
 REMOVED: dict[str, str] = {
     "kvbm inspect events --tokens": "`kvbm inspect events` prints the events; `kvbm why --prompt-file` says how far "
     "a prompt matches",
+    **{f"kvbm {command} --tokenizer": _TOKENS for command in ("pin", "unpin", "prefetch", "why")},
 }
 """The call from `kvbm` on, up to the removed word, without arguments; and what to use instead, to end a sentence."""
 

@@ -9,9 +9,8 @@ import typer
 
 from kvbm.admin_protocol import Describe, Description, Unpin, Unpinned
 from kvbm.cli.managers import JsonOption, ManagerOption, NamespaceOption, choose_space, settings_for
-from kvbm.cli.prompt_commands import NOTHING_EXIT_CODE, ModelOption, TokenizerOption
-from kvbm.cli.prompts import candidates, read_prompt
-from kvbm.cli.tokenizing import tokenizer_of
+from kvbm.cli.prompt_commands import NOTHING_EXIT_CODE, ModelOption
+from kvbm.cli.prompts import candidates, read_tokens
 from kvbm.client.admin import Admin, choose_manager
 from kvbm.errors import SettingsError
 from kvbm.hashing import join_keys
@@ -29,11 +28,11 @@ Examples:
 @app.command(epilog=_EXAMPLES)
 def unpin(
     prompt_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The prompt that was pinned: text or JSON token ids.")
+        Path | None,
+        typer.Option(metavar="FILE", help="The prompt that was pinned, as a JSON list of token ids."),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="End all pins of the namespace.")] = False,
     model: ModelOption = "",
-    tokenizer: TokenizerOption = "",
     namespace: NamespaceOption = "",
     manager: ManagerOption = "",
     as_json: JsonOption = False,
@@ -45,9 +44,9 @@ def unpin(
     path = choose_manager(settings)
     with Admin(path, settings) as admin:
         space = choose_space(admin.ask(Describe(), Description).spaces, namespace, model)
-        last, directory = b"", tokenizer_of(tokenizer, space.model)
+        last = b""
         if prompt_file is not None:
-            tokens = read_prompt(prompt_file, directory)
+            tokens = read_tokens(prompt_file)
             last = join_keys(keys[-1] for keys in candidates(space, tokens, str(prompt_file)))
         ended = admin.ask(Unpin(fingerprint=space.fingerprint, last_keys=last), Unpinned)
     if as_json:

@@ -9,7 +9,7 @@ import typer
 
 from kvbm.admin_protocol import WhyQuery, WhyReply
 from kvbm.cli.managers import NamespaceOption, settings_for
-from kvbm.cli.prompt_commands import ModelOption, TokenizerOption
+from kvbm.cli.prompt_commands import ModelOption
 from kvbm.cli.why_prompt import ask_prompt, prefix_line
 from kvbm.client.admin import Admin, choose_manager
 from kvbm.errors import SettingsError
@@ -91,11 +91,10 @@ def why(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Ask about a prompt instead: token ids or a request's body in JSON, or text as it is.",
+            help="Ask about a prompt instead: a JSON list of token ids.",
         ),
     ] = None,
     model: ModelOption = "",
-    tokenizer: TokenizerOption = "",
     namespace: NamespaceOption = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -108,9 +107,9 @@ def why(
     if prompt_file is not None:
         if request:
             raise SettingsError("REQUEST_ID", request, "no value together with --prompt-file")
-        _tell_prompt(ask_prompt(prompt_file, model, tokenizer, namespace, manager), as_json)
+        _tell_prompt(ask_prompt(prompt_file, model, namespace, manager), as_json)
         return
-    for option, value in (("--model", model), ("--tokenizer", tokenizer), ("--namespace", namespace)):
+    for option, value in (("--model", model), ("--namespace", namespace)):
         if value:
             raise SettingsError(option, value, "a value only together with --prompt-file")
     reply = ask(manager, WhyQuery(request=request, limit=limit or LATEST))

@@ -8,15 +8,14 @@ from typing import Any
 
 from kvbm.admin_protocol import Describe, Description, SpaceReport, WhyPrompt, WhyReply
 from kvbm.cli.managers import choose_space, settings_for
-from kvbm.cli.prompts import candidates, read_prompt
-from kvbm.cli.tokenizing import tokenizer_of
+from kvbm.cli.prompts import candidates, read_tokens
 from kvbm.client.admin import Admin, choose_manager
 from kvbm.errors import ManagerRefused
 from kvbm.hashing import join_keys
 from kvbm.vllm_integration.request_facts import prompt_digest
 
 
-def ask_prompt(file: Path, model: str, tokenizer: str, namespace: str, manager: str) -> WhyReply:
+def ask_prompt(file: Path, model: str, namespace: str, manager: str) -> WhyReply:
     """The manager's word on the prompt, as one request that is named after the file.
 
     Raises SettingsError, ManagerUnavailable, ManagerRefused.
@@ -24,7 +23,7 @@ def ask_prompt(file: Path, model: str, tokenizer: str, namespace: str, manager: 
     settings = settings_for(manager)
     with Admin(choose_manager(settings), settings) as admin:
         space = choose_space(admin.ask(Describe(), Description).spaces, namespace, model)
-        return about_prompt(admin, space, read_prompt(file, tokenizer_of(tokenizer, space.model)), str(file))
+        return about_prompt(admin, space, read_tokens(file), str(file))
 
 
 def about_prompt(admin: Admin, space: SpaceReport, tokens: Sequence[int], name: str) -> WhyReply:
