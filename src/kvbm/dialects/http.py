@@ -22,7 +22,7 @@ FIELDS = (
     "session_id",
     "vllm_xargs",
 )
-"""The fields of a body that say something by themselves. Those in `marks.PLACES` may have marks."""
+"""The fields of a body that say something."""
 WORDS = (b"prompt_cache", b"cache_control", b"nvext")
 """A body without any of these says nothing that an engine does not read itself."""
 SESSION_HEADERS = HEADERS | {PRIORITY_HEADER}

@@ -16,7 +16,7 @@ RawHint: TypeAlias = dict[str, object]
 """Parts of `hints.Hint` by name, of any type; empty where nothing was said."""
 
 SHARE = "end_share"
-"""In a range instead of `end`: its end as a share of the prompt, where the prompt's tokens are not counted yet."""
+"""In a range of our own form instead of `end`: the end as a share of the prompt, by clients that count no tokens."""
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
@@ -37,8 +37,7 @@ def joined(*hints: RawHint) -> RawHint:
     Ranges of the same extent become one, part by part.
     """
     found = over(*hints)
-    # Those beyond the bound are not read: one more tells that there were some.
-    lists = [ranges[: RANGES_MAX + 1] for hint in hints if isinstance(ranges := hint.get("retain"), list)]
+    lists = [ranges for hint in hints if isinstance(ranges := hint.get("retain"), list)]
     if len(lists) > 1:
         found["retain"] = _joined_ranges([each for ranges in lists for each in ranges])
     return found

@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 import msgspec
 
 from kvbm.dialects.http import FIELDS, SESSION_HEADERS, WORDS, hint_of_http
-from kvbm.dialects.marks import CONTINUES, PLACES
 from kvbm.dialects.raw import RawHint, over, resolved
 from kvbm.dialects.vllm import of_fields, of_kv_hints, of_xargs
 from kvbm.strict import record_swallowed
@@ -127,8 +126,7 @@ def with_hint(headers: Mapping[str, str], body: bytes) -> bytes | None:
         return None
     try:
         members = _MEMBERS.decode(body)
-        names = (*FIELDS, *CONTINUES, *(PLACES if any(word in body for word in WORDS[:2]) else ()))
-        fields = {name: msgspec.json.decode(members[name]) for name in names if name in members}
+        fields = {name: msgspec.json.decode(members[name]) for name in FIELDS if name in members}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None  # vLLM says what is wrong with it, if anything is
     hint = hint_of_http(headers, fields)

@@ -16,9 +16,10 @@ from rigs.checkout import ROOT
 PAGE = ROOT / "docs/guides/hints.md"
 SAID = [
     Hint(session="chat-17", expect_s=40.0),
-    Hint(session="chat-17", retain=(Retain(end=500, min_ttl=1800.0),)),
+    Hint(session="chat-17", retain=(Retain(min_ttl=1800.0),)),
+    Hint(retain=(Retain(end=500, min_ttl=3600.0),)),
     Hint(session="chat-17", retain=(Retain(priority=35, max_ttl=86_400.0),)),
-    Hint(session="5e55", retain=(Retain(end=500, min_ttl=3600.0), Retain(min_ttl=300.0))),
+    Hint(session="5e55", retain=(Retain(min_ttl=3600.0),)),
     Hint(session="run:search", parent="run", final=True, retain=(Retain(priority=45),)),
     Hint(session="chat-17", expect_s=40.0),
 ]

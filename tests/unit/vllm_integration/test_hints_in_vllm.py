@@ -20,13 +20,18 @@ launchers = pytest.importorskip("vllm.entrypoints.launchers.app", reason="this v
 
 MIDDLEWARE = "kvbm.vllm_integration.hints.Middleware"
 KEY = "secret"
-TEXT = [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]}]
+TEXT = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
 PARTS = [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]
 BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": TEXT},
+    "/v1/chat/completions": {"messages": TEXT, "cache_control": {"type": "ephemeral"}},
     "/v1/completions": {"prompt": "hi", "cache_control": {"type": "ephemeral"}},
     "/v1/responses": {"input": PARTS, "cache_control": {"type": "ephemeral"}},
-    "/v1/messages": {"messages": TEXT, "max_tokens": 5, "tools": [{"name": "t", "input_schema": {}}]},
+    "/v1/messages": {
+        "messages": TEXT,
+        "max_tokens": 5,
+        "tools": [{"name": "t", "input_schema": {}}],
+        "cache_control": {"type": "ephemeral"},
+    },
 }
 
 
