@@ -20,7 +20,6 @@ PARTS = {
     "conversations": "benchmarks.conversations",
     "policies": "benchmarks.policies",
     "simulator": "benchmarks.simulator",
-    "fleet": "benchmarks.fleet",
     "groups": "benchmarks.groups",
     "modes": "benchmarks.modes",
     "packs": "benchmarks.pack_codec",

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvbm.cli import plan_store, simulate
+from kvbm.cli import simulate
 from kvbm.cli.replaying import conclude, require_writable, with_bar
 from kvbm.errors import KvbmError, SettingsError
 
 if TYPE_CHECKING:
     from kvbm.sim.plan.cheapest import Bounds, Prices, Target
-    from kvbm.sim.plan.planning import Question
-    from kvbm.sim.plan.stores import StoreQuestion
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -26,7 +24,6 @@ Examples:
   kvbm plan monday.jsonl.gz --target-ttft 2.5s --model ./Llama-3.1-8B --price-host 2.2 --price-disk 0.06
   kvbm plan monday.jsonl.gz --target-hit-rate 30% --model gemma-3-27b
   kvbm plan monday.jsonl.gz --target-ttft 2.5s --model ./Llama-3.1-8B --machine
-  kvbm plan synthetic --target-hit-rate 60% --bytes-per-token 128KiB --remote unbounded --remote-ttl 24 --nodes 3
 """
 
 HitRate = Annotated[
@@ -100,9 +97,7 @@ PlotFile = Annotated[
 
 
 @app.command(epilog=_EXAMPLES)
-@plan_store.with_store_options
 def plan(
-    store: plan_store.StoreOptions,
     traces: simulate.Traces,
     target_hit_rate: HitRate = None,
     target_ttft: Ttft = None,
@@ -145,7 +140,8 @@ def plan(
     Speeds are the options below, by default an H100 with an 8-billion-parameter model; TTFT is as good as they are.
     Tomorrow's requests are not in the trace: leave room.
     """
-    from kvbm.sim.plan.planning import Question
+    from kvbm.sim.plan import picture, report
+    from kvbm.sim.plan.planning import Question, answer
     from kvbm.sim.traces.formats import ReadOptions
 
     target = _target(target_hit_rate, target_ttft)
@@ -166,34 +162,11 @@ def plan(
         rules=simulate.read_disk_rules(admission, write, write_budget),
         closed_loop=not open_loop,
     )
-    if store.remote is not None:
-        _with_store(plan_store.store_question(question, store), everything, json_file, plot)
-    else:
-        store.require_none()
-        _sizes(question, everything, json_file, plot)
-
-
-def _sizes(question: Question, everything: bool, json_file: Path | None, plot: Path | None) -> None:
-    from kvbm.sim.plan import picture, report
-    from kvbm.sim.plan.planning import answer
-
     question.check()
     require_writable(json_file, plot)
     answers = with_bar(lambda watch: answer(question, watch))
     table = report.render(answers, everything)
     conclude(table, answers, partial(picture.draw, answers), json_file, plot)
-
-
-def _with_store(asked: StoreQuestion, everything: bool, json_file: Path | None, plot: Path | None) -> None:
-    from kvbm.sim.plan import store_report
-    from kvbm.sim.plan.stores import answer_stores
-
-    asked.check()
-    if plot is not None:
-        raise SettingsError("--plot", str(plot), "not with --remote: there is no picture of that")
-    require_writable(json_file, plot)
-    answers = with_bar(lambda watch: answer_stores(asked, watch))
-    conclude(store_report.render(answers, everything), answers, lambda path: False, json_file, plot)
 
 
 def _target(hit_rate: str | None, ttft: str | None) -> Target:

@@ -5,11 +5,27 @@ from __future__ import annotations
 import re
 
 _TOKENS = "--prompt-file takes a JSON list of token ids, as the server's /tokenize returns them"
+_STORE = "`kvbm scale --remote shared` simulates a store that nodes share"
+_STORE_OPTIONS = (
+    "--remote",
+    "--remote-ttl",
+    "--remote-admission",
+    "--nodes",
+    "--router",
+    "--price-remote",
+    "--price-put",
+    "--price-get",
+    "--price-egress",
+)
+_ROUTER = "`kvbm scale --router kv` has Dynamo's defaults: weight 1, temperature 0"
 
 REMOVED: dict[str, str] = {
     "kvbm inspect events --tokens": "`kvbm inspect events` prints the events; `kvbm why --prompt-file` says how far "
     "a prompt matches",
     **{f"kvbm {command} --tokenizer": _TOKENS for command in ("pin", "unpin", "prefetch", "why")},
+    **{f"kvbm plan {option}": _STORE for option in _STORE_OPTIONS},
+    "kvbm scale --weight": _ROUTER,
+    "kvbm scale --temperature": _ROUTER,
 }
 """The call from `kvbm` on, up to the removed word, without arguments; and what to use instead, to end a sentence."""
 

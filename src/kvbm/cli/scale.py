@@ -30,9 +30,7 @@ TraceFile = Annotated[
     ),
 ]
 Nodes = Annotated[str, typer.Option(metavar="N,…", help="How many nodes.")]
-Routers = Annotated[
-    str, typer.Option("--router", metavar="NAMES", help="random, round-robin, session, least-loaded, kv.")
-]
+Routers = Annotated[str, typer.Option("--router", metavar="NAMES", help="random, round-robin, session, kv.")]
 Remotes = Annotated[
     str, typer.Option("--remote", metavar="KINDS", help="none, private (one each), shared (one for all).")
 ]
@@ -53,14 +51,12 @@ Chunk = Annotated[
 Minutes = Annotated[float, typer.Option(metavar="M", help="How long to measure.")]
 WarmUp = Annotated[float, typer.Option("--warm-up", metavar="M", help="Minutes before, to fill the tiers.")]
 Seeds = Annotated[
-    str, typer.Option("--seed", metavar="N,…", help="Several: the mean; from 64 nodes on only the first.")
+    str, typer.Option("--seed", metavar="N,…", help="When copies of the trace begin. With several: means.")
 ]
 Policy = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Eviction policy of all tiers. Without it the manager's default."),
 ]
-Weight = Annotated[float, typer.Option(metavar="W", help="`kv`: weight of prefill against active blocks.")]
-Temperature = Annotated[float, typer.Option(metavar="T", help="`kv`: above 0 nodes are drawn (softmax).")]
 OpenLoop = Annotated[bool, typer.Option("--open-loop", help="Users do not wait for answers: as recorded.")]
 PrefillRate = Annotated[
     float, typer.Option("--prefill-tokens-per-s", metavar="N", help="Prompt tokens an engine computes.")
@@ -89,8 +85,6 @@ def scale(
     warm_up: WarmUp = 10.0,
     seed: Seeds = "0",
     policy: Policy = None,
-    weight: Weight = 1.0,
-    temperature: Temperature = 0.0,
     open_loop: OpenLoop = False,
     prefill_tokens_per_s: PrefillRate = 30_000.0,
     network: Network = "25GB",
@@ -98,7 +92,7 @@ def scale(
     json_file: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
-    """Simulate many nodes behind a router, and compare their hit rates with those of a formula.
+    """Simulate many nodes behind a router: hit rates and times to first token.
 
     The trace is played several times at once, shifted in time, until it is the traffic wanted; `--load` keeps that of
     one node the same however many there are, `--total-load` that of all. See docs/operating/scale.md.
@@ -123,8 +117,6 @@ def scale(
         warm_up_minutes=warm_up,
         seeds=read_seeds(seed),
         policy=Settings().eviction if policy is None else policy,
-        weight=weight,
-        temperature=temperature,
         closed_loop=not open_loop,
         prefill_tokens_per_s=_positive("--prefill-tokens-per-s", str(prefill_tokens_per_s)),
         network_bytes_per_s=_positive("--network", str(parse_size("--network", network))),

@@ -41,7 +41,7 @@ def test_a_table_a_file_and_a_picture(scale, tmp_path: Path) -> None:
     )
     code, out, err = scale(*words, *(str(word) for pair in files.items() for word in pair))
     assert (code, err) == (0, "")
-    for found in ("busiest", "paper", "policy lru", "3 minutes after 5 of warm-up", "; seed 0"):
+    for found in ("busiest", "policy lru", "3 minutes after 5 of warm-up", "; seed 0"):
         assert found in out
     document = json.loads(files["--json"].read_text())
     assert [(row["nodes"], row["remote"], row["router"]) for row in document["rows"]] == [

@@ -8,15 +8,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvbm.present.tables import plain_table
-from kvbm.sim.scale.study import SEEDED_NODES_MAX, ScaleRow, ScaleStudy
+from kvbm.sim.scale.study import ScaleRow, ScaleStudy
 
 OVERLOAD = 0.95
 
 _HEADINGS = (
     "host\nhits",
-    "on\npaper",
     "all\nhits",
-    "on\npaper",
     "TTFT\nmean",
     "\np50",
     "\np99",
@@ -40,8 +38,6 @@ def render(study: ScaleStudy, rows: Sequence[ScaleRow]) -> RenderableType:
         table.add_row(f"{row.wanted_load:g}", f"{row.nodes:,}", row.router, row.remote, *_cells(row))
     kind = "of all nodes together" if study.total_load is not None else "of each node"
     seeds = f"seed {study.seeds[0]}" if len(study.seeds) == 1 else f"seeds {', '.join(map(str, study.seeds))}"
-    if len(study.seeds) > 1 and max(study.nodes) > SEEDED_NODES_MAX:
-        seeds += f" ({SEEDED_NODES_MAX + 1} nodes and more: {study.seeds[0]})"
     note = (
         f"{rows[0].measured_s / 60:.3g} minutes after {rows[0].warm_up_s / 60:.3g} of warm-up; load: prefill {kind} if "
         f"nothing was cached; policy {study.policy}; host memory {study.host} and remote {study.remote_size} a node; "
@@ -67,9 +63,7 @@ def _cells(row: ScaleRow) -> list[str]:
         return ["-"] * len(_HEADINGS)
     return [
         f"{row.host_hit_rate:.1%}",
-        f"{row.paper_host:.1%}",
         f"{row.hit_rate:.1%}",
-        f"{row.paper_all:.1%}",
         *(f"{seconds:,.2f}" for seconds in (row.ttft_mean_s, row.ttft_p50_s, row.ttft_p99_s)),
         f"{row.offered_load:.2f}",
         f"{row.load:.2f}",

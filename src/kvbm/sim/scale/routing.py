@@ -1,4 +1,4 @@
-"""Routers choose a node for each request: by chance, in turn, by conversation, by load, or by the blocks on each.
+"""Routers choose a node for each request: by chance, in turn, by conversation, or by the blocks on each and its load.
 
 `cluster` reports to them what the nodes store and evict. Every one of them gives the same answers for the same seed.
 """
@@ -6,17 +6,11 @@
 from __future__ import annotations
 
 import random
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any, Protocol
 
 import numpy
-
-RING_POINTS = 128
-"""Places of each node on the ring of `SessionAffine`: the busiest node's share is within some 30 % of the mean."""
-
-_WORD = (1 << 64) - 1
 
 
 class Loads:
@@ -87,34 +81,15 @@ class RoundRobin(_Blind):
 
 
 class SessionAffine(_Blind):
-    """A conversation stays on one node: consistent hashing (Karger et al., STOC 1997) over `RING_POINTS` a node."""
+    """A conversation stays on one node, drawn by chance."""
 
     def __init__(self, node_count: int, seed: int) -> None:
+        self._node_count = node_count
         self._seed = seed
-        ring = sorted(
-            (_mixed(seed, node * RING_POINTS + point), node)
-            for node in range(node_count)
-            for point in range(RING_POINTS)
-        )
-        self._places = [place for place, _ in ring]
-        self._nodes = [node for _, node in ring]
 
     def choose(self, conversation: int, blocks: Sequence[int]) -> tuple[int, int]:
-        """The next node on the ring."""
-        found = bisect_right(self._places, _mixed(~self._seed, conversation))
-        return self._nodes[found % len(self._nodes)], 0
-
-
-class LeastLoaded(_Blind):
-    """The node with the least work: the load half of `KvAware`, without the other one."""
-
-    def __init__(self, loads: Loads, seed: int) -> None:
-        self._loads = loads
-        self._chance = random.Random(seed)
-
-    def choose(self, conversation: int, blocks: Sequence[int]) -> tuple[int, int]:
-        """The least of waiting + active blocks; among equals by chance."""
-        return _least(self._loads.waiting + self._loads.active, self._chance), 0
+        """The conversation's node."""
+        return random.Random(f"{self._seed} {conversation}").randrange(self._node_count), 0
 
 
 class PrefixIndex:
@@ -174,22 +149,16 @@ class PrefixIndex:
 class KvAware:
     """The node on which a request costs least: NVIDIA Dynamo's cost function, with exact knowledge of the nodes.
 
-    cost = weight × (blocks waiting to be computed + own blocks to compute there) + active blocks, own ones included
-    ("Router Design" in Dynamo's documentation). With `temperature` 0 the least cost wins, equal ones by chance; above
-    it nodes are drawn with chances exp(-cost / temperature), costs scaled to 0 … 1.
+    cost = blocks waiting to be computed + own blocks to compute there + active blocks, own ones included
+    ("Router Design" in Dynamo's documentation). The least cost wins, equal ones by chance.
     """
 
     listens = True
 
-    def __init__(
-        self, node_count: int, loads: Loads, seed: int, weight: float = 1.0, temperature: float = 0.0
-    ) -> None:
-        assert weight >= 0.0 and temperature >= 0.0
+    def __init__(self, node_count: int, loads: Loads, seed: int) -> None:
         self._node_count = node_count
         self._loads = loads
         self._chance = random.Random(seed)
-        self._weight = weight
-        self._temperature = temperature
         self._everyone = (1 << node_count) - 1
         self.index = PrefixIndex(node_count)
         self.stored = self.index.stored
@@ -197,18 +166,17 @@ class KvAware:
 
     def choose(self, conversation: int, blocks: Sequence[int]) -> tuple[int, int]:
         """The cheapest node."""
-        loads, weight = self._loads, self._weight
-        costs = weight * loads.waiting + loads.active
+        costs = self._loads.waiting + self._loads.active
         stretches = self.index.stretches(blocks)
         for nodes, length in stretches:
             # Blocks that all nodes hold make no difference.
             if nodes == self._everyone:
                 continue
             if not nodes & (nodes - 1):
-                costs[nodes.bit_length() - 1] -= weight * length
+                costs[nodes.bit_length() - 1] -= length
             else:
-                costs -= weight * length * self._as_array(nodes)
-        node = self._draw(costs) if self._temperature else _least(costs, self._chance)
+                costs -= length * self._as_array(nodes)
+        node = _least(costs, self._chance)
         return node, sum(length for nodes, length in stretches if nodes >> node & 1)
 
     def _as_array(self, nodes: int) -> Any:
@@ -216,23 +184,14 @@ class KvAware:
         packed = numpy.frombuffer(nodes.to_bytes((self._node_count + 7) // 8, "little"), numpy.uint8)
         return numpy.unpackbits(packed, count=self._node_count, bitorder="little")
 
-    def _draw(self, costs: Any) -> int:
-        costs = costs - costs.min()
-        largest = costs.max()
-        chances = numpy.exp(-costs / (largest * self._temperature)) if largest > 0.0 else costs + 1.0
-        reached = numpy.cumsum(chances)
-        drawn = int(numpy.searchsorted(reached, self._chance.random() * reached[-1], side="right"))
-        return min(drawn, self._node_count - 1)
 
-
-ROUTERS: dict[str, Callable[[int, Loads, int, float, float], Router]] = {
-    "random": lambda nodes, loads, seed, weight, temperature: RandomRouter(nodes, seed),
-    "round-robin": lambda nodes, loads, seed, weight, temperature: RoundRobin(nodes),
-    "session": lambda nodes, loads, seed, weight, temperature: SessionAffine(nodes, seed),
-    "least-loaded": lambda nodes, loads, seed, weight, temperature: LeastLoaded(loads, seed),
+ROUTERS: dict[str, Callable[[int, Loads, int], Router]] = {
+    "random": lambda nodes, loads, seed: RandomRouter(nodes, seed),
+    "round-robin": lambda nodes, loads, seed: RoundRobin(nodes),
+    "session": lambda nodes, loads, seed: SessionAffine(nodes, seed),
     "kv": KvAware,
 }
-"""By name: nodes, their loads, a seed, the weight of prefill and the temperature (for `kv` alone)."""
+"""By name: nodes, their loads, and a seed."""
 
 
 def _least(costs: Any, chance: random.Random) -> int:
@@ -240,14 +199,3 @@ def _least(costs: Any, chance: random.Random) -> int:
     least = int(costs.argmin())
     equal = numpy.flatnonzero(costs == costs[least])
     return least if len(equal) == 1 else int(equal[int(chance.random() * len(equal))])
-
-
-def _mixed(seed: int, number: int) -> int:
-    """64 well-mixed bits, the same in every process: splitmix64 (Steele, Lea, Flood, OOPSLA 2014), twice."""
-    word = seed & _WORD
-    for part in (number, 0):
-        word = (word + part + 0x9E3779B97F4A7C15) & _WORD
-        word = ((word ^ word >> 30) * 0xBF58476D1CE4E5B9) & _WORD
-        word = ((word ^ word >> 27) * 0x94D049BB133111EB) & _WORD
-        word ^= word >> 31
-    return word

@@ -1,8 +1,7 @@
-"""Simulates many clusters on one trace: rows of nodes, routers, remote tiers and loads, with hit rates on paper."""
+"""Simulates many clusters on one trace: rows of nodes, routers, remote tiers and loads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
@@ -13,17 +12,12 @@ from kvbm.policy import eviction_policies
 from kvbm.present.numbers import quantile
 from kvbm.sim.scale.cluster import Cluster, ClusterRun, ClusterShape, Remote
 from kvbm.sim.scale.routing import ROUTERS, Loads
-from kvbm.sim.scale.traffic import ClusterTraffic, Paper, trace_load
+from kvbm.sim.scale.traffic import ClusterTraffic, trace_load
 from kvbm.sim.serving.machine import Machine
 from kvbm.sim.simulate.simulation import SYNTHETIC, Watch, open_trace
 from kvbm.sim.simulate.sizes import parse_sizes
 from kvbm.sim.traces.formats import ReadOptions
 from kvbm.sim.traces.trace import Trace
-
-SEEDED_NODES_MAX = 63
-"""Larger clusters take the first seed only: they average over their copies of the trace by themselves."""
-PAPER_NODES = 16
-"""On paper the traffic of so many nodes stands for that of more."""
 
 
 class ScaleStudy(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,8 +37,6 @@ class ScaleStudy(msgspec.Struct, frozen=True, kw_only=True):
     warm_up_minutes: float
     seeds: list[int]
     policy: str
-    weight: float
-    temperature: float
     closed_loop: bool
     prefill_tokens_per_s: float
     network_bytes_per_s: float
@@ -60,13 +52,8 @@ class ScaleStudy(msgspec.Struct, frozen=True, kw_only=True):
                 raise SettingsError("--remote", name, f"one of {', '.join(kind.value for kind in Remote)}")
         if self.policy not in (known := eviction_policies()):
             raise SettingsError("--policy", self.policy, f"one of {', '.join(known)}")
-        for option, number in (
-            ("--warm-up", self.warm_up_minutes),
-            ("--weight", self.weight),
-            ("--temperature", self.temperature),
-        ):
-            if not 0.0 <= number < float("inf"):
-                raise SettingsError(option, number, "a number, 0 or above")
+        if not 0.0 <= self.warm_up_minutes < float("inf"):
+            raise SettingsError("--warm-up", self.warm_up_minutes, "a number, 0 or above")
         for option, text in (("--host", self.host), ("--remote-size", self.remote_size)):
             if len(parse_sizes(option, text)) > 1:
                 raise SettingsError(option, text, "one size; a call for each to compare")
@@ -81,8 +68,7 @@ class ScaleRow(msgspec.Struct, frozen=True, kw_only=True):
 
     Counted were `measured_s` seconds after `warm_up_s`, less than asked for where the trace is shorter. `offered_load`:
     prefill of all that arrived, without a cache; `load`: prefill that was left; `imbalance`: the busiest node over the
-    mean one. `read` and `written`: remote tier, bytes a second of the mean node. The last two are what paper says:
-    `paper_host` for this router in host memory, `paper_all` with the remote tier.
+    mean one. `read` and `written`: remote tier, bytes a second of the mean node.
     """
 
     trace: str
@@ -105,8 +91,6 @@ class ScaleRow(msgspec.Struct, frozen=True, kw_only=True):
     imbalance: float
     read_bytes_per_s: float
     written_bytes_per_s: float
-    paper_host: float
-    paper_all: float
 
 
 def run(study: ScaleStudy, watch: Watch) -> list[ScaleRow]:
@@ -116,8 +100,7 @@ def run(study: ScaleStudy, watch: Watch) -> list[ScaleRow]:
     rows = []
     for load in [study.total_load] if study.total_load is not None else study.loads:
         for nodes in study.nodes:
-            seeds = study.seeds if nodes <= SEEDED_NODES_MAX else study.seeds[:1]
-            found = [_at(study, trace, nodes, load, seed, watch) for seed in seeds]
+            found = [_at(study, trace, nodes, load, seed, watch) for seed in study.seeds]
             rows += [_mean(same) for same in zip(*found, strict=True)]
     return rows
 
@@ -133,16 +116,8 @@ def _at(
     traffic = ClusterTraffic(trace, copies * nodes, seconds, seed, study.closed_loop)
     # A trace that is shorter than asked for is divided in the same proportion.
     warm_up_s = 60.0 * study.warm_up_minutes * min(1.0, traffic.seconds / seconds)
-    worth = min(nodes, PAPER_NODES)
-    sample = traffic
-    if worth < nodes:
-        sample = ClusterTraffic(trace, copies * worth, seconds, seed, study.closed_loop)
-    paper = Paper(sample, worth, warm_up_s)
     host = parse_sizes("--host", study.host)[0].blocks_of(trace, study.bytes_per_token)
     below = parse_sizes("--remote-size", study.remote_size)[0].blocks_of(trace, study.bytes_per_token)
-    on_paper = {
-        (spread, size): paper.random_routing(spread, size) for spread in (1, nodes) for size in (host, below)
-    }
     rows = []
     for remote in map(Remote, study.remotes):
         shape = ClusterShape(
@@ -158,27 +133,11 @@ def _at(
         )
         for router in study.routers:
             on_progress = watch(f"{nodes} nodes, {router}, remote {remote.value}", len(traffic))
-            result = _serve(study, shape, router, traffic, warm_up_s, seed, on_progress)
-            spread = nodes if router in ("random", "round-robin", "least-loaded") else 1
-            paper_host = on_paper[spread, host]
-            paper_all = on_paper[1 if remote is Remote.SHARED else spread, below]
-            paper_all = paper_host if remote is Remote.NONE else max(paper_host, paper_all)
-            rows.append(_row(trace.name, shape, router, wanted, result, (paper_host, paper_all), warm_up_s))
+            loads = Loads(nodes)
+            cluster = Cluster(shape, ROUTERS[router](nodes, loads, seed), loads)
+            result = cluster.run(traffic, warm_up_s, on_progress)
+            rows.append(_row(trace.name, shape, router, wanted, result, warm_up_s))
     return rows
-
-
-def _serve(
-    study: ScaleStudy,
-    shape: ClusterShape,
-    router: str,
-    traffic: ClusterTraffic,
-    warm_up_s: float,
-    seed: int,
-    on_progress: Callable[[int], None],
-) -> ClusterRun:
-    loads = Loads(shape.nodes)
-    chosen = ROUTERS[router](shape.nodes, loads, seed, study.weight, study.temperature)
-    return Cluster(shape, chosen, loads).run(traffic, warm_up_s, on_progress)
 
 
 def _row(
@@ -187,7 +146,6 @@ def _row(
     router: str,
     wanted: float,
     result: ClusterRun,
-    paper: tuple[float, float],
     warm_up_s: float,
 ) -> ScaleRow:
     waits = result.ttft_s
@@ -212,8 +170,6 @@ def _row(
         imbalance=result.imbalance,
         read_bytes_per_s=result.read_bytes_per_s,
         written_bytes_per_s=result.written_bytes_per_s,
-        paper_host=paper[0],
-        paper_all=paper[1],
     )
 
 

@@ -1,4 +1,4 @@
-"""Traffic for many nodes made of one trace, and the hit rates of a cluster on paper.
+"""Traffic for many nodes made of one trace.
 
 A trace has the traffic of a few nodes. For more it is played several times at once. Every copy
 
@@ -27,8 +27,6 @@ from kvbm.sim.replay.sampling import TRUNK_SHARE
 from kvbm.sim.serving.machine import Machine
 from kvbm.sim.traces.conversations import NO_REQUEST, predecessors
 from kvbm.sim.traces.trace import Trace
-
-_BISECTIONS = 40
 
 
 class Arrival(NamedTuple):
@@ -121,17 +119,6 @@ class ClusterTraffic:
             request.seconds,
         )
 
-    def below_trunk(self) -> tuple[Any, Any, Any]:
-        """All accesses but those of the trunk, as arrays: block, time; and how much of the trunk each request has."""
-        trace, starts = self.trace, self.trace.starts
-        flat, depths = trace.flat, numpy.array(self._depths)
-        firsts = numpy.array(starts[:-1])[self._numbers] + depths[self._numbers]
-        counts = numpy.array(starts[1:])[self._numbers] - firsts
-        within = numpy.arange(counts.sum()) - numpy.repeat(numpy.cumsum(counts) - counts, counts)
-        blocks = flat[numpy.repeat(firsts, counts) + within]
-        blocks = blocks + numpy.repeat(self._copies, counts) * trace.unique_blocks
-        return blocks, numpy.repeat(self._times, counts), depths[self._numbers]
-
     def _draw(self, share: float, seed: int) -> None:
         """Draw when each request of each copy comes, and note those that follow no other."""
         before = numpy.array(self._before)
@@ -162,68 +149,6 @@ def trace_load(trace: Trace, machine: Machine) -> float:
     # One more mean gap after the last arrival: a trace of one request has no length of its own.
     seconds = trace.seconds * len(prompts) / max(len(prompts) - 1, 1)
     return float(machine.prefill_s(0, prompts).sum()) / seconds if seconds else 0.0
-
-
-class Paper:
-    """Hit rates without a simulation, after H. Che, Y. Tung and Z. Wang (IEEE JSAC 20(7), 2002).
-
-    Che's approximation: an LRU cache of C blocks keeps a block for one and the same time T after its last use, and T
-    is where so many blocks are kept on average as there is room for. Nothing is assumed about the requests: the
-    traffic itself says how often a block was asked for in the last T. Routed by chance over N nodes, each of those m
-    requests went to the node in question with chance 1/N, so the block is there with chance 1 - (1 - 1/N)^m.
-
-    `traffic` stands for that of `worth` nodes; the trunk is taken to be everywhere. Counted from `warm_up_s` on.
-    """
-
-    def __init__(self, traffic: ClusterTraffic, worth: float, warm_up_s: float) -> None:
-        blocks, times, depths = traffic.below_trunk()
-        self._worth = worth
-        self._from_s, self._until_s = warm_up_s, traffic.seconds
-        order = numpy.lexsort((times, blocks))
-        self._times = times[order]
-        _, self._of = numpy.unique(blocks[order], return_inverse=True)
-        self._trunk_hits = int(depths[traffic._times >= warm_up_s].sum())
-        # Blocks one after the other on one line of time, far enough apart not to meet.
-        self._line = self._of * (4.0 * traffic.seconds) + self._times
-
-    def random_routing(self, nodes: int, capacity: int) -> float:
-        """Share of the blocks asked for that hit, on `nodes` nodes of `capacity` blocks each, routed by chance.
-
-        With 1 node: also what N nodes hit with one cache of N times that size, N times the traffic, and no block
-        twice: as much as a KV-aware router can get, and a shared remote tier does.
-        """
-        keep_s = self._characteristic_s(nodes, capacity)
-        measured = self._times >= self._from_s
-        first = numpy.searchsorted(self._line, self._line - keep_s, side="left")
-        uses = (numpy.arange(len(self._line)) - first)[measured]
-        hits = float((1.0 - (1.0 - 1.0 / nodes) ** uses).sum()) + self._trunk_hits
-        total = int(measured.sum()) + self._trunk_hits
-        return hits / total if total else 0.0
-
-    def _characteristic_s(self, nodes: int, capacity: int) -> float:
-        """For how long a block is kept: T."""
-        low, high = 0.0, self._until_s
-        if self._kept(nodes, high) <= capacity:
-            return high
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            if self._kept(nodes, middle) <= capacity:
-                low = middle
-            else:
-                high = middle
-        return low
-
-    def _kept(self, nodes: int, keep_s: float) -> float:
-        """Blocks on one node at an average moment, each kept for `keep_s` after its last use there."""
-        line = numpy.concatenate((self._line, self._line + keep_s))
-        order = numpy.argsort(line, kind="stable")
-        uses = numpy.cumsum(numpy.where(order < len(self._line), 1, -1))[:-1]
-        # Uses of one block never overlap with those of another, so `uses` is back at 0 between them.
-        moments = numpy.concatenate((self._times, self._times + keep_s))[order]
-        inside = numpy.clip(moments, self._from_s, self._until_s)
-        lasted = numpy.where(uses > 0, numpy.diff(inside), 0.0)
-        there = 1.0 - (1.0 - 1.0 / nodes) ** uses
-        return float((there * lasted).sum()) / (self._until_s - self._from_s) * nodes / self._worth
 
 
 def _depth(trunk: Any, blocks: Sequence[int]) -> int:

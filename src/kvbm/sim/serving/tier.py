@@ -42,9 +42,9 @@ class SimulatedTier(SlotPool[int]):
         word = ClientWord(CLIENT, hint.session or "", hint.final, hint.expect_s)
         tell_hint(self.policy, last, word, now_s)
 
-    def insert(self, blocks: Sequence[int], start: int, now_s: float, insist: bool = False) -> int:
-        """Put the missing ones of `blocks[start:]` in, as far as the policy finds them worth it (unless the tier or
-        the caller insists); how many."""
+    def insert(self, blocks: Sequence[int], start: int, now_s: float) -> int:
+        """Put the missing ones of `blocks[start:]` in, as far as the policy finds them worth it (unless the tier
+        insists); how many."""
         end, before = len(blocks), self.inserted_count
         while start < end:
             run = blocks[start:]
@@ -53,9 +53,7 @@ class SimulatedTier(SlotPool[int]):
             if not run:  # left behind when the block before it went
                 start += 1
                 continue
-            slots = self.reserve_chain(
-                run, blocks[start - 1] if start else None, now_s, self.insist or insist
-            )
+            slots = self.reserve_chain(run, blocks[start - 1] if start else None, now_s, self.insist)
             self.commit_all(slots)
             self.inserted_count += len(slots)
             if self._on_stored is not None:
