@@ -75,7 +75,7 @@ def run_experiment(options: Options, reporter: Reporter, choose_runs: ChooseRuns
 
 
 def _run_each(experiment: _Experiment, chosen: tuple[RunSpec, ...], reporter: Reporter) -> tuple[Run, ...]:
-    """All runs, one after the other. The first one, which finds nothing cached, bounds how long the others take."""
+    """All runs, one after the other; what is left takes about the mean of the runs before."""
     runs: list[Run] = []
     began_s = time.monotonic()
     for spec in chosen:
