@@ -3,8 +3,8 @@
     run_tests.py          for every change: each test that is not marked slow
     run_tests.py --rest   the others, and the property tests again, with more examples
 
-Other arguments go to pytest. Tests that start no engine run as many at a time as there are cores, those with engines two
-at a time: an engine loads its modules on one core. Tests under Dynamo and Ray, and on other releases of vLLM, have
+Other arguments go to pytest. Tests that start no engine run as many at a time as there are cores, those with engines
+two at a time: an engine loads its modules on one core. Tests under Dynamo and Ray, and on other releases of vLLM, have
 targets of their own.
 """
 

@@ -72,7 +72,11 @@ def choose_python() -> tuple[str, tuple[int, int]]:
     for version in preferred:
         if version in found:
             return found[version], version
-    if sys.version_info[:2] in preferred and _install_venv_module() and (here := probe_python(sys.executable)) is not None:
+    if (
+        sys.version_info[:2] in preferred
+        and _install_venv_module()
+        and (here := probe_python(sys.executable)) is not None
+    ):
         return sys.executable, here
     raise SystemExit(
         f"no usable Python: found {sys.version.split()[0]} at {sys.executable}; needed is 3.10 to 3.13 (3.11 or"

@@ -19,7 +19,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TESTS = ROOT / "tests"
 RIGS = ("blob_services", "browser", "libcuda", "namespaces", "prometheus", "services", "system_packages")
 """What starts a program, in `tests/rigs`."""
-NEEDS_A_PROGRAM = re.compile(rf"\b(rigs(\.| import )({'|'.join(RIGS)})|libcuda_path|torch_cuda|shutil\.which)\b")
+NEEDS_A_PROGRAM = re.compile(
+    rf"\b(rigs(\.| import )({'|'.join(RIGS)})|libcuda_path|torch_cuda|shutil\.which)\b"
+)
 """An import of these, a fixture over one of them, or a search of the test's own."""
 HIDDEN_LIBRARY = "libibverbs.so.1"
 ELSEWHERE = ("engine", "under_dynamo", "under_sglang")
@@ -54,7 +56,9 @@ def test_every_rig_that_looks_for_a_program_is_in_the_list() -> None:
     folders = [path.relative_to(TESTS / "rigs") for path in (TESTS / "rigs").rglob("*.py")]
     looking = re.compile(r"\bsystem_packages\b|shutil\.which")
     found = {
-        path.parts[0].removesuffix(".py") for path in folders if looking.search((TESTS / "rigs" / path).read_text())
+        path.parts[0].removesuffix(".py")
+        for path in folders
+        if looking.search((TESTS / "rigs" / path).read_text())
     }
     assert found == set(RIGS)
 

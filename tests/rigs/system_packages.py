@@ -91,7 +91,9 @@ def _run_apt_get(verb: str, *packages: str) -> str:
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
     command = ["apt-get", "-qq", verb, *options, *packages]
     try:
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=APT_GET_S_MAX)
+        ended = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=APT_GET_S_MAX
+        )
     except subprocess.TimeoutExpired:
         return f"apt-get {verb} took longer than {APT_GET_S_MAX} s"
     return (ended.stderr.strip()[-300:] or f"apt-get {verb} failed") if ended.returncode else ""

@@ -194,7 +194,10 @@ class StatesAlone(GroupsMachine):
 
 
 FEW = settings(
-    max_examples=scale_examples(60), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=scale_examples(60),
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestWindows = GroupsMachine.TestCase
 TestAllKinds = AllKinds.TestCase

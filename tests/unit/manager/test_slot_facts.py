@@ -83,7 +83,10 @@ class FactsMachine(RuleBasedStateMachine):
 
 TestFacts = FactsMachine.TestCase
 TestFacts.settings = settings(
-    max_examples=scale_examples(100), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=scale_examples(100),
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 
 

@@ -256,5 +256,7 @@ class DiskTierMachine(RuleBasedStateMachine):
         assert len(list(self.root.iterdir())) == 1
 
 
-DiskTierMachine.TestCase.settings = settings(max_examples=scale_examples(60), stateful_step_count=30, deadline=None)
+DiskTierMachine.TestCase.settings = settings(
+    max_examples=scale_examples(60), stateful_step_count=30, deadline=None
+)
 TestDiskTierMachine = DiskTierMachine.TestCase
