@@ -30,7 +30,7 @@ test-pythons: setup  ## the tests that need no engine and no torch, on Python 3.
 	@$(BIN)/python scripts/other_pythons.py
 
 check: lint  ## style, types, import rules, tidiness
-	@$(BIN)/python -m pytest -q tests/unit/test_tidy.py tests/unit/test_imports.py tests/unit/test_architecture.py
+	@$(BIN)/python -m pytest -q tests/unit/test_tidy.py tests/unit/test_swallowed_errors.py tests/unit/test_imports.py tests/unit/test_architecture.py
 
 lint: setup  ## style, types, import rules
 	@$(BIN)/ruff check .

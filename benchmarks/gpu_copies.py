@@ -11,6 +11,7 @@ from gpu_rig import Rig, Trial, shared_arena, views
 from gpu_rows import Result
 from kvbm.transfer import Copier, DeviceCache
 from kvbm.transfer.cuda.copier import CudaCopier
+from kvbm.transfer.cuda.pieces import pieces_of
 
 OTHER_WAYS = "the rows of the other ways say whether DYN_KVBM_CUDA_COPY helps"
 LAYOUTS = (
@@ -44,7 +45,10 @@ def time_copies(trial: Trial) -> None:
                 if method == "auto":
                     title = ("chosen (cpu)", "chosen (cpu)")
                     if isinstance(copier, CudaCopier):
-                        down_by, up_by = (copier.choice.of(len(pairs), to_device=up) for up in (False, True))
+                        pieces = sizes.blocks * len(pieces_of(cache.regions).size)
+                        down_by, up_by = (
+                            copier.choice.choose_method(pieces, to_device=up) for up in (False, True)
+                        )
                         title = (f"chosen ({down_by.name})", f"chosen ({up_by.name})")
                 bar = device_bar if method == "auto" else None
                 alone_down, down, up, alone_up = rig.median_device_s(*works)

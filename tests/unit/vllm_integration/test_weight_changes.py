@@ -297,4 +297,7 @@ def test_a_weight_whose_bytes_cannot_be_read_counts_as_changed_and_is_one_warnin
         assert core.reset_prefix_cache()
     assert listener.heard == ["changed", "changed"]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "cannot be sampled (RuntimeError: CUDA error: an illegal memory access was encountered)" in caplog.text
+    assert (
+        "cannot be sampled (RuntimeError: CUDA error: an illegal memory access was encountered)"
+        in caplog.text
+    )
