@@ -28,6 +28,11 @@ class LayerGate:
         self._copies[layer] = copying
         self._begun[layer].set()
 
+    def abandon(self) -> bool:
+        """Have no further layer begun. Whether none was begun before."""
+        self.abandoned = True  # first: the mover sets `writes` before it reads this
+        return not self.writes
+
     def claim_report(self) -> bool:
         """Whether the caller reports the end of this load: True once."""
         return self._report.acquire(blocking=False)

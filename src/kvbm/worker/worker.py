@@ -217,10 +217,8 @@ class Worker:
         neither begins nor reports it any more. Raises CopyHung."""
         if gate.over.wait(LAYER_TIMEOUT_S):
             return True
-        if not gate.writes:
-            gate.abandoned = True  # before `writes` is read again: see `LayerGate`
-            if not gate.writes and gate.claim_report():
-                return False
+        if not gate.writes and gate.abandon() and gate.claim_report():
+            return False
         # Each copy has a time of its own: many may take longer, and none hangs.
         while not gate.over.wait(HANG_POLL_S):
             if self._mover.watches.loads_hang or self._mover.watches.is_stuck:
