@@ -3,9 +3,9 @@
     run_tests.py          for every change: each test that is not marked slow
     run_tests.py --rest   the others, and the property tests again, with more examples
 
-Other arguments go to pytest. Tests that start no engine run as many at a time as there are cores. Engines run one after
-the other: an engine and its manager take two cores, and where the manager gets no processor time, blocks are not stored
-that tests expect. Tests under Dynamo and Ray, and on other releases of vLLM, have targets of their own.
+Other arguments go to pytest. Tests that start no engine run as many at a time as there are cores, those with engines
+two at a time: an engine loads its modules on one core. Tests under Dynamo and Ray, and on other releases of vLLM, have
+targets of their own.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ class Part(NamedTuple):
 
 
 NO_ENGINE = tuple(f"tests/{folder}" for folder in ("unit", "contract", "model", "fault", "process"))
-PARALLEL = ("-n", "auto", "--dist", "loadfile")
+ON_ALL_CORES = ("-n", "auto", "--dist", "loadfile")
+TWO_AT_A_TIME = ("-n", "2", "--dist", "loadfile")
 EVERY_CHANGE = (
-    Part("tests that start no engine", "not slow", NO_ENGINE, PARALLEL),
-    Part("tests with vLLM", "engine and not slow", ("tests/engine",)),
+    Part("tests that start no engine", "not slow", NO_ENGINE, ON_ALL_CORES),
+    Part("tests with vLLM", "engine and not slow", ("tests/engine",), TWO_AT_A_TIME),
 )
 REST = (
     Part(
         "longer tests that start no engine",
         "slow or hypothesis",
         NO_ENGINE,
-        ("--hypothesis-profile", "thorough", *PARALLEL),
+        ("--hypothesis-profile", "thorough", *ON_ALL_CORES),
     ),
-    Part("longer tests with vLLM", "engine and slow", ("tests/engine",)),
-    Part("tests with SGLang", "sglang", ("tests/under_sglang",)),
+    Part("longer tests with vLLM", "engine and slow", ("tests/engine",), TWO_AT_A_TIME),
+    Part("tests with SGLang", "sglang", ("tests/under_sglang",), TWO_AT_A_TIME),
 )
 
 
@@ -54,7 +55,7 @@ def install_test_programs() -> None:
     subprocess.run([sys.executable, str(Path(__file__).parents[1] / "tests" / "rigs" / "system_packages.py")])
 
 
-def name_paths(arguments: list[str]) -> bool:
+def has_path(arguments: list[str]) -> bool:
     """Whether some argument is a path, which replaces the folders of every part."""
     return any(not each.startswith("-") and Path(each.partition("::")[0]).exists() for each in arguments)
 
@@ -65,7 +66,7 @@ def run_parts(parts: tuple[Part, ...], arguments: list[str]) -> int:
     for part in parts:
         began_s = time.monotonic()
         print(f"[tests] {part.name}", flush=True)
-        folders = () if name_paths(arguments) else part.folders
+        folders = () if has_path(arguments) else part.folders
         options = ("-m", part.selects, *part.options, *SLOWEST, *arguments, *folders)
         statuses.append(subprocess.run([sys.executable, "-m", "pytest", *options]).returncode)
         minutes, seconds = divmod(int(time.monotonic() - began_s), 60)

@@ -1,8 +1,8 @@
 """Make `.venvs/sglang`: SGLang beside the packages of `.venv`, which it shares: torch above all.
 
-Run by `make sglang-test` and `make test`. Does nothing when the environment is up to date. SGLang's own metadata asks
-for CUDA builds of torch and of its kernels, so it is installed without its requirements. Of those, `.venv` has what an
-engine imports except for `NEEDED`; the rest is stood in for by `tests/rigs/sglang/without_cuda`.
+Run by `make sglang-test` and `make test-all`. Does nothing when the environment is up to date. SGLang's own metadata
+asks for CUDA builds of torch and of its kernels, so it is installed without its requirements. Of those, `.venv` has
+what an engine imports except for `NEEDED`; the rest is stood in for by `tests/rigs/sglang/without_cuda`.
 """
 
 from __future__ import annotations

@@ -72,7 +72,11 @@ def choose_python() -> tuple[str, tuple[int, int]]:
     for version in preferred:
         if version in found:
             return found[version], version
-    if _install_venv_module() and (here := probe_python(sys.executable)) is not None:
+    if (
+        sys.version_info[:2] in preferred
+        and _install_venv_module()
+        and (here := probe_python(sys.executable)) is not None
+    ):
         return sys.executable, here
     raise SystemExit(
         f"no usable Python: found {sys.version.split()[0]} at {sys.executable}; needed is 3.10 to 3.13 (3.11 or"
@@ -83,11 +87,11 @@ def choose_python() -> tuple[str, tuple[int, int]]:
 def _install_venv_module() -> bool:
     """Debian and Ubuntu keep ensurepip apart from Python: install it, where this user may."""
     sys.path.insert(0, str(ROOT / "tests" / "rigs"))
-    from system_packages import install
+    from system_packages import VENV_MODULE, install
 
-    reason = install("python3-venv")
-    say(f"python3-venv {'cannot be installed: ' + reason if reason else 'is installed'}")
-    return not reason
+    reasons = install(VENV_MODULE)
+    say(f"{VENV_MODULE} {'cannot be installed: ' + reasons[VENV_MODULE] if reasons else 'is installed'}")
+    return not reasons
 
 
 def fingerprint(script: str, *parts: str) -> str:

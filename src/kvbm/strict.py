@@ -1,6 +1,6 @@
 """Strict mode of the tests: an error that a handler swallows fails the test that ran the handler.
 
-Every handler of `Exception` or `BaseException` that neither raises nor logs at warning or above calls
+Every handler of `Exception`, `BaseException` or `RuntimeError` that neither raises nor logs at warning or above calls
 `record_swallowed`, and so does every border behind which a defect is survived (`Guard`, the loops of threads). Where
 `KVBM_TESTS_SWALLOWED` names a directory, the error is recorded there, for `tests/rigs/swallowed.py`. Children inherit
 the variable. Without it nothing is done.

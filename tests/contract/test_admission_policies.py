@@ -9,7 +9,7 @@ from kvbm.policy import AdmissionPolicy, DiskFilter, WriteBudget, admission_poli
 from kvbm.policy.admission.filter import ENTRIES_MAX
 from kvbm.policy.admission.write_budget import BLOCKS_PER_DAY_MIN, DAY_S
 from kvbm.testing.admission_contract import AdmissionContract
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 BLOCK_BYTES = 1 << 20
 BUDGETS_BYTES = {
@@ -23,7 +23,7 @@ FEW_ENTRIES = 4
 
 
 class TestAdmissionPolicies(AdmissionContract):
-    examples = examples(40)
+    examples = scale_examples(40)
 
     @pytest.fixture(
         autouse=True, params=[name + budget for name in admission_policies() for budget in BUDGETS_BYTES]

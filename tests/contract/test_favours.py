@@ -12,7 +12,7 @@ from kvbm.policy.departures import Departures
 from kvbm.policy.favours import Favours
 from kvbm.policy.registry import EVICTION
 from kvbm.testing.policy_contract import PolicyContract
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 ADMITTING = {"lru"}
 """Those that take every newcomer."""
@@ -48,7 +48,7 @@ class Busy(Favours):
 
 @pytest.mark.slow
 class TestFavours(PolicyContract):
-    examples = examples(30)
+    examples = scale_examples(30)
 
     @pytest.fixture(autouse=True, params=list(EVICTION.built_in))
     def policy_name(self, request: pytest.FixtureRequest) -> None:

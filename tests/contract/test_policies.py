@@ -6,7 +6,7 @@ import pytest
 
 from kvbm.policy import EvictionPolicy, eviction_policies, make_policy
 from kvbm.testing.policy_contract import PolicyContract
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 ADMITTING = {"lru"}
 """Those that take every newcomer."""
@@ -15,7 +15,7 @@ GROWTH_BYTES_MAX = {"gittins": 1 << 24}
 
 
 class TestEvictionPolicies(PolicyContract):
-    examples = examples(100)
+    examples = scale_examples(100)
 
     @pytest.fixture(autouse=True, params=list(eviction_policies()))
     def policy_name(self, request: pytest.FixtureRequest) -> None:

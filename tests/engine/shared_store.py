@@ -34,12 +34,12 @@ def texts(engine: EngineProcess, asked: list[Request]) -> dict[str, list[int]]:
     return dict(engine.run(asked).outputs)
 
 
-def share(launcher: Launcher, asked: list[Request]) -> dict[str, list[int]]:
-    """Compute the prompts, and wait until their blocks lie in the store."""
+def share(launcher: Launcher, asked: list[Request], blocks: int = BLOCKS) -> dict[str, list[int]]:
+    """Compute the prompts, and wait until their blocks lie in the store, so many of each."""
     before = launcher.metrics()[WRITTEN]
     answers = texts(launcher.process, asked)
     wait_for(
-        lambda: launcher.metrics()[WRITTEN] >= before + BLOCKS * len(asked),
+        lambda: launcher.metrics()[WRITTEN] >= before + blocks * len(asked),
         20.0,
         lambda: f"{launcher.metrics()[WRITTEN]:g} blocks were written",
     )

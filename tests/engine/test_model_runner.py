@@ -1,7 +1,6 @@
 """Model Runner V2, which vLLM takes on CUDA, with KVBM: the answers of V2 alone, which are those of V1.
 
-`KVBM_TESTS_RUNNER=V2` runs the other engine tests on it as well; those of this file are in every
-`make test`.
+`KVBM_TESTS_RUNNER=V2` runs the other engine tests on it as well; `make test-all` runs those of this file.
 """
 
 from __future__ import annotations

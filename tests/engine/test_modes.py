@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from engine import reach
+from engine import reach, young_pins
 from engine.engine_child import KV_CONNECTOR
 from engine.launcher import Launcher, differences
 from engine.model_runners import V2, chosen
 from engine.tier_settings import SMALL_HOST_BLOCKS, disk, host
-from engine.workload import again, some, workload
+from engine.workload import BLOCK_TOKENS, Request, again, random_tokens, some, workload
 
 LAYERWISE = {"DYN_KVBM_ONBOARD_MODE": "layerwise"}
 LAZY = {"DYN_KVBM_OFFLOAD_MODE": "lazy"}
@@ -104,3 +106,35 @@ def test_what_is_asked_of_vllm_before_there_is_a_connector(
         piecewise,
         layout if reach.knows_layouts() else None,
     )
+
+
+def beside_pins() -> list[Request]:
+    """One request that ends soon, and three that need its blocks once they have answered half."""
+    source = random.Random(7)
+    asked = [Request("short", random_tokens(source, 8 * BLOCK_TOKENS), 1)]
+    return asked + [
+        Request(f"long{i}", random_tokens(source, 17 * BLOCK_TOKENS), 3 * BLOCK_TOKENS) for i in range(3)
+    ]
+
+
+BESIDE_PINS_BLOCKS = 65
+"""An eighth of them may be pinned, and the long requests take 60 in the end."""
+tells_of_pins = pytest.mark.skipif(
+    not hasattr(KVConnectorBase_V1, "has_pending_block_frees"), reason="vLLM asks for pins from 0.30 on"
+)
+
+
+@tells_of_pins
+def test_nothing_is_preempted_for_blocks_that_are_about_to_come_back(launcher: Launcher) -> None:
+    engine = launcher.start(host(), num_gpu_blocks_override=BESIDE_PINS_BLOCKS)
+    answers, full_steps = engine.call(young_pins.run_beside_pins, beside_pins(), True, timeout_s=90.0)
+    assert (len(answers.outputs), answers.preempted, full_steps) == (4, 0, young_pins.FULL_STEPS)
+    assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
+
+
+@tells_of_pins
+def test_control_a_request_is_preempted_where_vllm_is_not_told_of_pins(launcher: Launcher) -> None:
+    engine = launcher.start(host(), num_gpu_blocks_override=BESIDE_PINS_BLOCKS)
+    answers, full_steps = engine.call(young_pins.run_beside_pins, beside_pins(), False, timeout_s=90.0)
+    assert answers.preempted > 0
+    assert full_steps < young_pins.FULL_STEPS

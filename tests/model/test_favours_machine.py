@@ -18,7 +18,7 @@ from kvbm.manager.pool import SlotPool
 from kvbm.policy import make_policy
 from kvbm.policy.registry import EVICTION
 from kvbm.policy.shares import ACTIVE_S
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 SLOTS = 16
 Key = bytes
@@ -257,4 +257,4 @@ class FavoursMachine(RuleBasedStateMachine):
 
 
 TestFavours = FavoursMachine.TestCase
-TestFavours.settings = settings(max_examples=examples(120), stateful_step_count=40, deadline=None)
+TestFavours.settings = settings(max_examples=scale_examples(120), stateful_step_count=40, deadline=None)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvbm.policy import LeafFirstLru
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 SLOTS = 8
 pick = st.integers(0, 1000)
@@ -141,4 +141,4 @@ class LruMachine(RuleBasedStateMachine):
 
 
 TestLru = LruMachine.TestCase
-TestLru.settings = settings(max_examples=examples(150), stateful_step_count=50, deadline=None)
+TestLru.settings = settings(max_examples=scale_examples(150), stateful_step_count=50, deadline=None)

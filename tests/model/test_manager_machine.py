@@ -30,7 +30,7 @@ from model.manager_machine import (
     positions,
 )
 from rigs.fake_tier import FakeMedium, FakeRunTier, FakeTier
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 
 class HostOnlyMachine(ManagerMachine):
@@ -259,7 +259,7 @@ class DiskMachine(ManagerMachine):
 
 def _case(machine: type[ManagerMachine], count: int, steps: int) -> type:
     case = machine.TestCase
-    case.settings = settings(max_examples=examples(count), stateful_step_count=steps, deadline=None)
+    case.settings = settings(max_examples=scale_examples(count), stateful_step_count=steps, deadline=None)
     return case
 
 

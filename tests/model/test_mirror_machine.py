@@ -22,7 +22,7 @@ from kvbm.manager.held_keys import HeldKeys
 from kvbm.manager.pool import SlotPool
 from kvbm.policy import LeafFirstLru
 from kvbm.protocol import HeldBlocks
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 SLOTS = {Tier.HOST: 5, Tier.DISK: 7}
 KEYS = [BlockKey(bytes([number]) * 32) for number in range(12)]
@@ -241,4 +241,4 @@ def leading(chain: Sequence[BlockKey], held: set[BlockKey]) -> int:
 
 
 TestMirrors = MirrorMachine.TestCase
-TestMirrors.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
+TestMirrors.settings = settings(max_examples=scale_examples(100), stateful_step_count=40, deadline=None)

@@ -26,7 +26,7 @@ from rigs.copies_beside import (
     step,
     store_job,
 )
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 LONGEST = WINDOW_BLOCKS + PIECE_BLOCKS
 
@@ -201,4 +201,4 @@ class MoverMachine(RuleBasedStateMachine):
 
 
 TestMoverMachine = pytest.mark.swallows("^RuntimeError: device-side error$")(MoverMachine.TestCase)
-TestMoverMachine.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
+TestMoverMachine.settings = settings(max_examples=scale_examples(60), stateful_step_count=40, deadline=None)

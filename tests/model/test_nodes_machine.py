@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 from rigs.two_nodes import CHAINS, NODES, Request, TwoNodes
 
 chains = st.integers(0, len(CHAINS) - 1)
@@ -145,4 +145,4 @@ class NodesMachine(RuleBasedStateMachine):
 
 
 TestNodes = NodesMachine.TestCase
-TestNodes.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
+TestNodes.settings = settings(max_examples=scale_examples(60), stateful_step_count=40, deadline=None)

@@ -24,7 +24,7 @@ from kvbm.tiers.remote.blob_tier import BlobTier, open_blob_tier
 from kvbm.tiers.remote.contract import NOWHERE
 from kvbm.tiers.remote.options import RemoteOptions
 from rigs.faulty_blobs import BlobFault, BlobRule, FaultyBlobs, MemoryBlobs
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 LAYOUT = BlockLayout(block_tokens=16, shard_bytes=4096, shard_count=2)
 BLOCKS = 24
@@ -270,7 +270,7 @@ class RemoteMachine(RuleBasedStateMachine):
 
 TestRemoteMachine = RemoteMachine.TestCase
 TestRemoteMachine.settings = settings(
-    max_examples=examples(40),
+    max_examples=scale_examples(40),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -32,7 +32,7 @@ from kvbm.protocol import (
 )
 from kvbm.testing.oracle import block_bytes
 from rigs.manager import LAYOUT, NAMESPACE, Client, ManagerBench
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 CHAINS = [chain_keys(bytes(32), range(100 * n, 100 * n + 32), LAYOUT.block_tokens) for n in range(5)]
 chains, lengths = st.integers(0, len(CHAINS) - 1), st.integers(1, 8)
@@ -172,4 +172,4 @@ class ResizingMachine(RuleBasedStateMachine):
 
 
 TestResizing = ResizingMachine.TestCase
-TestResizing.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
+TestResizing.settings = settings(max_examples=scale_examples(60), stateful_step_count=40, deadline=None)

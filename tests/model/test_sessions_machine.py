@@ -17,7 +17,7 @@ from kvbm.manager.prefetching import Cause
 from kvbm.tiers.contract import SlotTier
 from model.manager_machine import CHAINS, DISK_SLOTS, LAYOUT, ManagerMachine, chains, pick, positions
 from rigs.fake_tier import FakeMedium, FakeTier
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 tenants = st.sampled_from(["", "one"])
 names = st.sampled_from(["a", "b", None])
@@ -155,6 +155,6 @@ class SessionsMachine(ManagerMachine):
 
 
 SessionsMachine.TestCase.settings = settings(
-    max_examples=examples(150), stateful_step_count=60, deadline=None
+    max_examples=scale_examples(150), stateful_step_count=60, deadline=None
 )
 TestSessions = SessionsMachine.TestCase

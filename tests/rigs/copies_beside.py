@@ -1,4 +1,4 @@
-"""Copies that run by themselves, as on a GPU: a device whose copies end when the test says so, and a mover over it."""
+"""Copies that run by themselves, as on a GPU: a device whose copies a test ends, and a mover over it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ HELLO = Hello(version=PROTOCOL_VERSION, role="worker", engine="e")
 
 
 class Copying:
-    """A copy that ends when the test says so, or if `patient` when somebody waits for it, which `awaited` tells. A wait
-    for one that `hangs` fails at once."""
+    """A copy that a test ends, or the first `wait` if it is `patient`. A `wait` sets `awaited`, and fails at once if
+    the copy `hangs`."""
 
     def __init__(
         self, what: str, pairs: list[tuple[int, int]], layer: str | None = None, after: Any = None

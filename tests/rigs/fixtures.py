@@ -120,7 +120,7 @@ def libcuda_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def torch_cuda(libcuda_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchCuda]:
-    """A CUDA device without a card, under the real `CudaDriver` and `TorchDevice`; it must have no complaints."""
+    """A CUDA device without a card, under the real `CudaDriver` and `TorchDevice`; it must have no violations."""
     from rigs.libcuda.library import Libcuda
     from rigs.libcuda.torch_cuda import TorchCuda, make_replacements
 

@@ -22,6 +22,6 @@ def register_profiles() -> None:
     settings.load_profile("quick")
 
 
-def examples(count: int) -> int:
+def scale_examples(count: int) -> int:
     """A test's share of `count` examples in the loaded profile; all of them in `thorough`."""
     return max(5, count * settings().max_examples // FULL_EXAMPLES)

@@ -60,7 +60,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
     try:
         yield
     finally:
-        records = taken_records(item.config.stash[DIRECTORY])
+        records = take_records(item.config.stash[DIRECTORY])
     marks = list(item.iter_markers("swallows"))
     seen = [[mark for mark in marks if re.search(mark.args[0], record["error"])] for record in records]
     unexpected = [record for record, matching in zip(records, seen, strict=True) if not matching]
@@ -77,7 +77,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
             pytest.fail(f"our code swallowed no error that matches {mark.args[0]!r}", pytrace=False)
 
 
-def taken_records(directory: Path) -> list[dict[str, str]]:
+def take_records(directory: Path) -> list[dict[str, str]]:
     """The records that are complete, oldest first; they are removed."""
     records = []
     for path in sorted(directory.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):

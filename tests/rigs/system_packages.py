@@ -31,6 +31,9 @@ PACKAGES = {
     "shellcheck": "shellcheck",
 }
 """Debian's package of each program, shared library or file."""
+VENV_MODULE = "python3-venv"
+"""What Debian keeps apart from Python; `make setup` installs it."""
+APT_GET_S_MAX = 300.0
 
 
 def find_program(name: str) -> str | None:
@@ -52,7 +55,7 @@ def is_installed(name: str) -> bool:
     return True
 
 
-def missing(*names: str) -> str:
+def find_missing(*names: str) -> str:
     """The first of these that is not installed, with the command that installs it; empty where all are."""
     for name in names:
         if not is_installed(name):
@@ -65,22 +68,35 @@ def require(name: str) -> str:
     """The path of a program; of a library or a file, its name. Skips the test where it is not installed."""
     import pytest  # not where packages are installed
 
-    if reason := missing(name):
+    if reason := find_missing(name):
         pytest.skip(reason)
     return find_program(name) or name
 
 
-def install(*packages: str) -> str:
-    """Install Debian packages, where this user may. Returns the reason where that fails, else an empty text."""
+def install(*packages: str) -> dict[str, str]:
+    """Install Debian packages, where this user may. Returns the reason of each that was not installed."""
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        return "that takes root and apt-get"
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    command = ["apt-get", "-qq", "install", "-y", "--no-install-recommends", *packages]
-    for words in (["apt-get", "-qq", "update"], command):
-        answer = subprocess.run(words, env=environment, capture_output=True, text=True)
-        if answer.returncode != 0:
-            return answer.stderr.strip()[-300:] or f"{' '.join(words)} failed"
-    return ""
+        return dict.fromkeys(packages, "that takes root and apt-get")
+    if reason := _run_apt_get("update"):
+        return dict.fromkeys(packages, reason)
+    if not _run_apt_get("install", *packages):
+        return {}
+    reasons = {package: _run_apt_get("install", package) for package in packages}  # one of them cannot be had
+    return {package: reason for package, reason in reasons.items() if reason}
+
+
+def _run_apt_get(verb: str, *packages: str) -> str:
+    """The reason why it failed, else an empty text. A service that a package brings is not started."""
+    options = ("-y", "--no-install-recommends") if packages else ()
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
+    command = ["apt-get", "-qq", verb, *options, *packages]
+    try:
+        ended = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=APT_GET_S_MAX
+        )
+    except subprocess.TimeoutExpired:
+        return f"apt-get {verb} took longer than {APT_GET_S_MAX} s"
+    return (ended.stderr.strip()[-300:] or f"apt-get {verb} failed") if ended.returncode else ""
 
 
 def install_missing() -> None:
@@ -89,12 +105,11 @@ def install_missing() -> None:
     if not packages:
         return
     _log(f"installing Debian packages for the tests: {' '.join(packages)}")
-    if install(*packages):  # some distributions lack one of them
-        reasons = {package: reason for package in packages if (reason := install(package))}
-        if reasons:
-            _log("tests that need these packages are skipped:")
-        for package, reason in reasons.items():
-            _log(f"  apt-get install {package}: {reason}")
+    reasons = install(*packages)
+    if reasons:
+        _log("tests that need these packages are skipped:")
+    for package, reason in reasons.items():
+        _log(f"  apt-get install {package}: {reason}")
 
 
 def _log(line: str) -> None:

@@ -68,7 +68,7 @@ def run_experiment(options: Options, reporter: Reporter) -> Results:
 def _run_all(
     options: Options, load: workload.Workload, specs: tuple[RunSpec, ...], reporter: Reporter
 ) -> tuple[Run, ...]:
-    """All runs, one after the other. The first one, which finds nothing cached, bounds how long the others take."""
+    """All runs, one after the other; what is left takes about the mean of the runs before."""
     reporter.step("making the model")
     experiment = _Experiment(options, load, reporter)
     usual = options.model is None and not (options.short or options.cuda_device)

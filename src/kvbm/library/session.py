@@ -121,7 +121,7 @@ class Session:
         return not self.lost
 
     def give_up(self) -> None:
-        """A store hangs: the manager serves us no more. The worker's end stays open, and the memory stays mapped, until
+        """A store hangs: the manager ends the session. The worker's end stays open, and the memory stays mapped, until
         this process ends: the manager gives the slots of the store to nothing else before that."""
         self.hangs = self.lost = True
         with contextlib.suppress(ManagerUnavailable):

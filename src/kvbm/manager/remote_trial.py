@@ -47,7 +47,7 @@ def remote_trial(
     try:
         thread.start()
     except RuntimeError as error:  # no thread is to be had
-        log.debug("the remote store is not tried: %s", error)
+        log.warning("the remote store is not tried at the start, and is used all the same: %s", error)
         yield
         return
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import msgspec
 
 from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Tier
 from kvbm.clock import Clock
-from kvbm.errors import KvbmError, ProtocolError
+from kvbm.errors import ProtocolError
 from kvbm.hashing import split_keys
 from kvbm.hints import as_tuples, latest
 from kvbm.manager.followers import Followers
@@ -40,6 +41,8 @@ from kvbm.protocol import (
     Shorten,
     Watch,
 )
+
+log = logging.getLogger("kvbm.manager")
 
 OUTPUT_TOKENS_MAX = 1 << 31
 RESERVED_AT_ONCE = 1024
@@ -255,9 +258,12 @@ class Requests:
 
     def copies_hang(self, session: Session, message: CopiesHang) -> None:
         """A worker may write into slots until its process ends: its session ends now, and lingers."""
-        raise KvbmError(
-            "copies of this rank hang: slots that it writes stay reserved until its engine has ended"
+        log.warning(
+            "session %d ends: copies of this rank hang, and slots that it writes stay reserved until its engine has "
+            "ended. Restart the engine",
+            session.number,
         )
+        session.fail()
 
     def announce(self, lease: Lease) -> None:
         """A lease's blocks arrived or failed: notify its leader and the workers that watch it."""

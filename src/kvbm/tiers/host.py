@@ -159,7 +159,8 @@ class HostArena:
         """`close`, by a thread: the kernel takes a while to take back gigabytes. Nobody may use it any more."""
         try:
             threading.Thread(target=self._let_go, name="kvbm-let-go", daemon=True).start()
-        except RuntimeError:  # no thread is to be had
+        except RuntimeError as error:  # no thread is to be had
+            log.warning("host memory is given back at once, and engines wait for that: %s", error)
             self._let_go()
 
     def _let_go(self) -> None:

@@ -35,8 +35,8 @@ class Copying(Protocol):
         """Whether all bytes have arrived; never blocks. Raises KvbmError or RuntimeError when copying failed."""
 
     def wait(self) -> None:
-        """Block until `done`, without the GIL. Raises as `done` does, and CopyHung after `COPY_S_MAX`: of the errors
-        this alone leaves something under way."""
+        """Block until `done`; other threads run meanwhile. Raises as `done` does, and CopyHung after `COPY_S_MAX`: of
+        the errors this alone leaves something under way."""
 
 
 class Over:

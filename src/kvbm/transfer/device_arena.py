@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -33,12 +34,9 @@ def cuda_device(name: str) -> torch.device | str:
     """The CUDA device of that name, the present one for "", or why there is none."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
-    try:
-        device = torch.device(name or "cuda")
-    except RuntimeError as error:
-        return first_line(error)
-    if device.type != "cuda":
+    if not re.fullmatch(r"(cuda(:(0|[1-9]\d?))?)?", name):
         return f"{name} is no CUDA device"
+    device = torch.device(name or "cuda")
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 

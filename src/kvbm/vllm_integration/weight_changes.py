@@ -143,17 +143,18 @@ def weights_moved(worker: Any) -> bool:
 
 
 def _sample(model: torch.nn.Module) -> str:
-    """A digest of some bytes of every weight and scale, and of where weights lie that are kept packed."""
+    """A digest of some bytes of every weight and scale, and of where weights lie that are kept packed.
+
+    Raises RuntimeError where bytes cannot be read: the caller may not take these weights for unchanged.
+    """
     digest = hashlib.sha256()
     samples: dict[torch.device, list[torch.Tensor]] = {}  # some weights may be offloaded to the host
     for name, weight in sorted(model.state_dict(keep_vars=True).items()):
         digest.update(f"{name} {tuple(weight.shape)};".encode())
-        try:
-            sample = _sample_bytes(weight.detach())
-        except (RuntimeError, TypeError, NotImplementedError):  # a tensor without plain storage
+        if weight.is_meta or weight.layout is not torch.strided:  # it has no plain storage
             digest.update(f"{id(weight)};".encode())
         else:
-            samples.setdefault(sample.device, []).append(sample)
+            samples.setdefault(weight.device, []).append(_sample_bytes(weight.detach()))
     for name, module in sorted(model.named_modules()):
         digest.update(f"{name} {id(getattr(module, 'cpu_linear', None))};".encode())
     for parts in samples.values():
@@ -165,10 +166,8 @@ def _sample_bytes(weight: torch.Tensor) -> torch.Tensor:
     """At most SAMPLED_BYTES bytes of a tensor, uint8, spread evenly over its elements, whatever its strides.
 
     They are read out of its storage at positions that are computed as integers: on CUDA, one position past the end
-    costs the process its context. Raises RuntimeError, TypeError or NotImplementedError where it has no plain storage.
+    costs the process its context. Raises RuntimeError where they cannot be read.
     """
-    if weight.is_meta:
-        raise TypeError("a meta tensor has no bytes")
     word = weight.element_size()
     size = weight.numel() * word
     count = min(SAMPLED_BYTES, size)

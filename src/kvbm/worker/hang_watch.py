@@ -1,7 +1,7 @@
 """Notices copies that do not end, and calls that begin copies and do not return: a device or its driver hangs then.
 
-A copy that was begun cannot be taken back. One that hangs may write to its targets at any later time, so these are
-given to nobody: a store's slots stay reserved until this process ends, and a load ends the engine
+A copy that was begun cannot be taken back. One that hangs may write to its targets at any later time, so they are not
+reused: a store's slots stay reserved until this process ends, and a load ends the engine
 (`docs/decisions/0040-copies-that-hang.md`).
 """
 

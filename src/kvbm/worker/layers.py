@@ -12,8 +12,8 @@ from kvbm.worker.mapping import Mark
 class LayerGate:
     """One load, layer by layer: the mover opens the gate of each layer, the engine's thread passes through.
 
-    The engine's thread sets `abandoned` when it waits for no further layer, and `reported` when it has reported the
-    whole load as failed; the mover sets `writes` before it begins a copy, and `over`.
+    The engine's thread sets `abandoned` when it waits for no further layer; the mover sets `writes` before it begins a
+    copy, and `over`. The first of both to claim the report reports the load's end.
     """
 
     def __init__(self, layers: Iterable[str]) -> None:
@@ -21,12 +21,21 @@ class LayerGate:
         self._copies: dict[str, Copying] = {}
         self.over = threading.Event()
         self.abandoned = self.writes = False
-        self.reported = False
+        self._report = threading.Lock()
 
     def open(self, layer: str, copying: Copying) -> None:
         """The copy of this layer was begun."""
         self._copies[layer] = copying
         self._begun[layer].set()
+
+    def abandon(self) -> bool:
+        """Have no further layer begun. Whether none was begun before."""
+        self.abandoned = True  # first: the mover sets `writes` before it reads this
+        return not self.writes
+
+    def claim_report(self) -> bool:
+        """Whether the caller reports the end of this load: True once."""
+        return self._report.acquire(blocking=False)
 
     def open_all(self) -> None:
         """The load has ended: no layer is waited for any more."""

@@ -259,7 +259,7 @@ class Loading:
         """Report the loads that are over. Nothing of them is under way when the engine gets the report."""
         for job in [job for job in self._jobs if job.ended and not job.pieces]:
             self._jobs.remove(job)
-            if job.layers is None or not job.layers.reported:
+            if job.layers is None or job.layers.claim_report():
                 self._finished.put(job.finished(job.copied, self._clock()))
             if job.layers is not None:
                 job.layers.open_all()

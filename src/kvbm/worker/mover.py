@@ -373,13 +373,14 @@ class Mover:
 
     def _give_up(self, error: CopyHung) -> None:
         """A copy hangs: nothing is copied any more, and nothing waits for it. The manager ends the session, and the
-        slots of open stores stay reserved until our end of it is closed."""
-        log.error(
-            "KVBM is off in this rank from now on: %s, the device or its driver hangs. Restart the engine; if it "
-            "happens again, set %s=rows",
-            error,
-            variable("cuda_copy"),
-        )
+        slots of open stores stay reserved until our end of it is closed. The first one alone is logged."""
+        if not self._gave_up:
+            log.error(
+                "KVBM is off in this rank from now on: %s, the device or its driver hangs. Restart the engine; if it "
+                "happens again, set %s=rows",
+                error,
+                variable("cuda_copy"),
+            )
         self._gave_up = True
         if self._channel is not None:
             self._kept_channel, self._channel = self._channel, None

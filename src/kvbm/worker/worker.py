@@ -28,6 +28,8 @@ LAYER_TIMEOUT_S = COPY_S_MAX
 ADOPT_WAIT_S = 15.0
 """A manager that has welcomed this rank is in the leader's plans before the rank has mapped its memory."""
 IDLE_WAIT_S = 0.02
+HANG_POLL_S = 1.0
+"""How often it is asked, in a wait for a load by layer, whether that hangs."""
 
 _LOADS_HANG = (
     f"KVBM ends this engine: a load has not ended within {COPY_S_MAX:g} s, the device or its driver hangs, and the "
@@ -185,12 +187,9 @@ class Worker:
         if self._mover.watches.loads_hang:
             raise CopyHung(_LOADS_HANG)
         done, self._not_begun = self._not_begun, []
-        for gate, job in self._by_layer:
-            if not gate.over.wait(LAYER_TIMEOUT_S):
-                gate.abandoned = gate.reported = True
-                if gate.writes:
-                    raise CopyHung(_LOADS_HANG)
-                done.append(job.finished(0, self._clock()))
+        done += [
+            job.finished(0, self._clock()) for gate, job in self._by_layer if not self._await_layers(gate)
+        ]
         self._by_layer.clear()
         done += _taken(self._mover.loads)
         pending = self._open_loads - sum(not load.layerwise for load in done)
@@ -212,6 +211,19 @@ class Worker:
                     nanoseconds(ended_s) + offset_ns,
                 )
         return [self._unless_outdated(load) for load in done]
+
+    def _await_layers(self, gate: LayerGate) -> bool:
+        """Wait for the end of a load by layer, which the mover reports. False where it has not begun in time: the mover
+        neither begins nor reports it any more. Raises CopyHung."""
+        if gate.over.wait(LAYER_TIMEOUT_S):
+            return True
+        if not gate.writes and gate.abandon() and gate.claim_report():
+            return False
+        # Each copy has a time of its own: many may take longer, and none hangs.
+        while not gate.over.wait(HANG_POLL_S):
+            if self._mover.watches.loads_hang or self._mover.watches.is_stuck:
+                raise CopyHung(_LOADS_HANG)
+        return True
 
     def _unless_outdated(self, load: FinishedLoad) -> FinishedLoad:
         """A load that began before the weights changed brought KV that they would not have computed."""

@@ -24,7 +24,7 @@ def find_headers() -> Path | None:
 
 def missing_reason() -> str:
     """Why the stand-in cannot be compiled here, and the command that mends it; empty where it can be."""
-    if reason := system_packages.missing("cc", "/usr/include/stdio.h"):
+    if reason := system_packages.find_missing("cc", "/usr/include/stdio.h"):
         return reason
     if find_headers() is None:
         return "the stand-in for the CUDA driver needs cuda.h (make setup)"

@@ -99,8 +99,9 @@ class Rank:
         cache.device = DEVICE
         self._method = method
         self._memories = [Memory(1, cache.shard_bytes)]
-        self._lines = [Line(1)]
-        self._finder = Finder(*self._lines)
+        self.lines = [Line(1)]
+        """The sessions with the manager, a line for each of its lives."""
+        self._finder = Finder(*self.lines)
         self.mover = Mover(self._finder, HELLO, self._map)  # type: ignore[arg-type]
         self.worker = Worker(self.mover, cache)
         self.content: dict[int, int] = {}
@@ -125,9 +126,9 @@ class Rank:
     def restart_manager(self) -> None:
         """The manager ends, whatever is under way, and comes back with other memory."""
         self._memories.append(Memory(len(self._memories) + 1, self._cache.shard_bytes))
-        self._lines.append(Line(self.memory.epoch))
-        self._finder.lines.append(self._lines[-1])
-        self._lines[-2].hang_up()
+        self.lines.append(Line(self.memory.epoch))
+        self._finder.lines.append(self.lines[-1])
+        self.lines[-2].hang_up()
 
     def await_manager(self) -> None:
         """Until the present life's memory is mapped."""
@@ -146,16 +147,17 @@ class Rank:
 
     def begin_step(self) -> None:
         """The same without waiting for the device."""
-        stores = self._plan_stores()
+        stores = self.plan_stores()
         released = [number for number, store in self._stores.items() if self._releases(store)]
-        loads = self._plan_loads()
+        loads = self.plan_loads()
         plan = StepPlan(stores=tuple(stores), loads=tuple(loads), released=tuple(released))
         self.worker.store(plan)
         self.worker.load(plan)
         self._forward(plan)
         self._take_results(plan)
 
-    def _plan_stores(self) -> list[StorePlan]:
+    def plan_stores(self) -> list[StorePlan]:
+        """Stores of blocks that are stored by none yet; at times none."""
         plans = []
         memory = self.memory
         for _ in range(self.random.randrange(3)):
@@ -193,7 +195,8 @@ class Rank:
         taken |= {block for load in self._loads.values() for block in load.blocks}
         return [block for block in range(BLOCKS) if block not in taken]
 
-    def _plan_loads(self) -> list[LoadPlan]:
+    def plan_loads(self) -> list[LoadPlan]:
+        """Loads into blocks that nothing else touches; at times none."""
         plans = []
         memory = self.memory
         for _ in range(self.random.randrange(3)):
@@ -309,7 +312,7 @@ class Rank:
         """End the worker, which waits for copies and gives its page locks back."""
         self.worker.close()
         self._cuda.set_stream(None)
-        for line in self._lines:
+        for line in self.lines:
             line.close()
         for memory in self._memories:
             memory.arena.close()

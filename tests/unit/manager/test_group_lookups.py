@@ -19,7 +19,7 @@ from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll
 from kvbm.tiers.host import HostArena
 from rigs.fake_tier import FakeMedium, FakeTier
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 ME = 1
 BLOCKS = 12
@@ -194,7 +194,10 @@ class StatesAlone(GroupsMachine):
 
 
 FEW = settings(
-    max_examples=examples(60), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=scale_examples(60),
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestWindows = GroupsMachine.TestCase
 TestAllKinds = AllKinds.TestCase

@@ -17,7 +17,9 @@ from rigs.manager import KEYS, LAYOUT, OTHER, ManagerBench, store
 from rigs.resizing import come_back, holds, operator, resize, sent_away
 
 
-def test_no_thread_is_to_be_had(manager: ManagerBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_is_to_be_had(
+    manager: ManagerBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     leader, worker = manager.engine()
     store(leader, worker, 1, KEYS[100:106])
     store(leader, worker, 2, KEYS[:2])
@@ -28,6 +30,9 @@ def test_no_thread_is_to_be_had(manager: ManagerBench, monkeypatch: pytest.Monke
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert resize(operator(manager), 40).refusal == ""
     monkeypatch.undo()
+    assert (
+        "host memory is given back at once, and engines wait for that: can't start new thread" in caplog.text
+    )
     sent_away(leader, worker)
     leader, worker = come_back(manager)
     assert holds(leader, worker, 1, KEYS[:2]) == 2

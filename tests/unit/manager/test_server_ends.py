@@ -73,7 +73,7 @@ def _overrun(worker: Client) -> None:
 
 def _hangs(worker: Client) -> None:
     worker.send(CopiesHang())
-    assert "copies of this rank hang" in refusal(worker)
+    worker.expect_end()
 
 
 END = pytest.mark.parametrize("end", [_nonsense, _overrun, _hangs])
@@ -103,6 +103,16 @@ def test_a_worker_that_we_dropped_still_counts_for_later_fences(
     manager.step()
     assert filling(manager) == len(taken)
     assert manager.server.engine_count == 1
+
+
+def test_a_worker_whose_copies_hang_is_not_refused(
+    manager: ManagerBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, worker = manager.engine()
+    _hangs(worker)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "ends: copies of this rank hang" in line
+    assert manager.server.refused_count == 0
 
 
 @END

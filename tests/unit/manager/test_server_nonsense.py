@@ -35,7 +35,7 @@ from kvbm.protocol import (
 )
 from kvbm.testing.oracle import block_bytes
 from rigs.manager import KEYS, LAYOUT, NAMESPACE, OTHER, Client, ManagerBench, refusal, store
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 MakeBench = Callable[..., ManagerBench]
 
@@ -205,7 +205,7 @@ FRAMES = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=examples(120), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=scale_examples(120), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(first=st.sampled_from(["", "leader", "worker", "admin"]), frames=st.lists(FRAMES, max_size=6))
 def test_no_bytes_disturb_another_session(
     make_manager: MakeBench, caplog: pytest.LogCaptureFixture, first: str, frames: list[bytes]

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvbm.block import KEY_BYTES, Tier
 from kvbm.manager.slot_facts import FACTS_BYTES_MAX, SlotFact, SlotFacts, TierListener
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 SLOTS = 6
 BLOCK_TOKENS = 2
@@ -83,7 +83,10 @@ class FactsMachine(RuleBasedStateMachine):
 
 TestFacts = FactsMachine.TestCase
 TestFacts.settings = settings(
-    max_examples=examples(100), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=scale_examples(100),
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )
 
 

@@ -7,7 +7,7 @@ import pytest
 from kvbm.policy import EvictionPolicy, LeafFirstLru, eviction_policies, make_policy
 from kvbm.policy.last_copies import PASSED_OVER_MIN, LastCopies
 from kvbm.testing.policy_contract import PolicyContract
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 
 def filled(elsewhere: set[int], count: int) -> LastCopies:
@@ -44,7 +44,7 @@ def test_leased_blocks_stay() -> None:
 
 
 class TestWrapped(PolicyContract):
-    examples = examples(100)
+    examples = scale_examples(100)
 
     """The contract of policies holds, whatever others have."""
 

@@ -26,7 +26,7 @@ from kvbm.testing.kv_views import (
 )
 from kvbm.transfer import CpuCopier, DeviceCache, arena_tensor, cpu, make_copier
 from kvbm.transfer.copier import Run, runs
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.float8_e4m3fn]
 
@@ -67,7 +67,7 @@ def test_every_dtype_makes_the_round_trip(layout: str, dtype: torch.dtype) -> No
     copier.close()
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=scale_examples(60), deadline=None)
 @given(data=st.data())
 def test_any_shape_order_and_pairs(data: st.DataObject) -> None:
     sizes = {axis: data.draw(st.integers(1, 6), axis) for axis in "LHNC"}

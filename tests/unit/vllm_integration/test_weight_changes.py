@@ -280,3 +280,24 @@ def test_weights_that_cannot_be_sampled_count_as_changed_and_are_one_warning(
     assert listener.heard == ["changed", "changed"]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "cannot be sampled (TypeError: " in caplog.text
+
+
+@pytest.mark.swallows("^RuntimeError: CUDA error: an illegal memory access")
+def test_a_weight_whose_bytes_cannot_be_read_counts_as_changed_and_is_one_warning(
+    core: Core, listener: Listener, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample without it would call an update of it no change."""
+
+    def fail(weight: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    monkeypatch.setattr(weight_changes, "_warned", False)
+    monkeypatch.setattr(weight_changes, "_sample_bytes", fail)
+    for _ in range(2):
+        assert core.reset_prefix_cache()
+    assert listener.heard == ["changed", "changed"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert (
+        "cannot be sampled (RuntimeError: CUDA error: an illegal memory access was encountered)"
+        in caplog.text
+    )

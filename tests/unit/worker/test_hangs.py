@@ -4,6 +4,7 @@ still write."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvbm.errors import CopyHung
 from kvbm.protocol import CopiesHang, Fence
 from kvbm.step_plan import StepPlan
 from kvbm.transfer.copier import COPY_S_MAX
-from kvbm.worker.hang_watch import LATE_S
+from kvbm.worker.hang_watch import LATE_S, Watches
 from kvbm.worker.jobs import DrainJob
 from kvbm.worker.mover import Mover
 from kvbm.worker.worker import Worker
@@ -148,17 +149,88 @@ def test_a_load_that_hangs_ends_the_engine(
             worker.finished(StepPlan())
 
 
-def test_a_load_by_layer_that_hangs_ends_the_engine(
-    worker: Worker, mover: Mover, device: Device, monkeypatch: pytest.MonkeyPatch
+def test_copies_of_both_kinds_that_hang_are_logged_once(
+    worker: Worker, mover: Mover, clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvbm.worker.worker.LAYER_TIMEOUT_S", 0.01)
+    plan = StepPlan(stores=stores(1), loads=(LOAD,))
+    worker.store(plan)
+    step(mover)
+    clock.advance(COPY_S_MAX / 2)
+    worker.load(plan)
+    step(mover)
+    for _ in range(2):
+        clock.advance(COPY_S_MAX / 2 + 1.0)
+        step(mover)
+    assert mover.watches.stores_hang and mover.watches.loads_hang
+    assert caplog.text.count("KVBM is off in this rank from now on") == 1
+
+
+class AskedWatches(Watches):
+    """The copying thread takes its turns whenever the engine's asks whether loads hang."""
+
+    def __init__(self, mover: Mover, between: Callable[[], object]) -> None:
+        self._watches, self._turn = mover.watches, lambda: (between(), step(mover))
+        mover.watches = self
+
+    @property
+    def is_stuck(self) -> bool:
+        return self._watches.is_stuck
+
+    @property
+    def loads_hang(self) -> bool:
+        self._turn()
+        return self._watches.loads_hang
+
+
+@pytest.fixture
+def by_layer(worker: Worker, mover: Mover, monkeypatch: pytest.MonkeyPatch) -> StepPlan:
+    """A load by layer that the forward pass has gone through, and whose copies are under way."""
+    monkeypatch.setattr("kvbm.worker.worker.LAYER_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("kvbm.worker.worker.HANG_POLL_S", 0.0)
     plan = StepPlan(loads=(load(layerwise=True, blocks=2),))
     worker.load(plan)
     step(mover)
     for layer in LAYERS:
         worker.wait_for_layer(layer)
+    return plan
+
+
+def test_a_load_by_layer_that_hangs_ends_the_engine(
+    worker: Worker, mover: Mover, device: Device, clock: ManualClock, by_layer: StepPlan
+) -> None:
+    device.begun[0].end()
+    AskedWatches(mover, lambda: clock.advance(COPY_S_MAX / 2 + 1.0))
     with pytest.raises(CopyHung, match="KVBM ends this engine"):
-        worker.finished(plan)
+        worker.finished(by_layer)
+
+
+def test_a_load_by_layer_that_gets_on_is_waited_for(
+    worker: Worker, mover: Mover, device: Device, clock: ManualClock, by_layer: StepPlan
+) -> None:
+    """Each of its copies has a time of its own."""
+    copies = iter(device.begun)
+
+    def end_next() -> None:
+        clock.advance(COPY_S_MAX - 1.0)
+        next(copies).end()
+
+    AskedWatches(mover, end_next)
+    (ended,) = worker.finished(by_layer)
+    assert ended.failed == ()
+    assert next(copies, None) is None
+
+
+def test_a_load_by_layer_that_has_not_begun_is_reported_once(
+    worker: Worker, mover: Mover, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbm.worker.worker.LAYER_TIMEOUT_S", 0.0)
+    plan = StepPlan(loads=(load(layerwise=True, blocks=2),))
+    worker.load(plan)
+    (ended,) = worker.finished(plan)
+    assert ended.failed == (0, 1)
+    step(mover)
+    assert device.begun == []
+    assert worker.finished(StepPlan()) == []
 
 
 def test_a_load_beside_a_store_that_hangs_ends_by_itself(

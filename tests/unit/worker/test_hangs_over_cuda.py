@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -16,17 +15,11 @@ from kvbm.step_plan import StepPlan
 from kvbm.worker import hang_watch
 from rigs.libcuda.rank import Rank
 from rigs.libcuda.torch_cuda import TorchCuda
+from rigs.manager_probe import wait_for
 
 DEADLINE_S = 20.0
 PlanT = TypeVar("PlanT")
 STEPS_MAX = 60
-
-
-def until(happened: Callable[[], object], what: str) -> None:
-    """Ask again until that has happened."""
-    end_s = time.monotonic() + DEADLINE_S
-    while not happened():
-        assert time.monotonic() < end_s, what
 
 
 def planned(plan: Callable[[], list[PlanT]]) -> tuple[PlanT, ...]:
@@ -39,7 +32,12 @@ def rank(torch_cuda: TorchCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ran
     """One that has stored and loaded, and whose device does not get on with copies from now on."""
     rank = Rank(torch_cuda, 0, "batch", STEPS_MAX)
     rank.layerwise_share = 0.0
-    until(lambda: rank.run_step() or (rank.stored and rank.loaded), "it neither stored nor loaded")
+
+    def stored_and_loaded() -> bool:
+        rank.run_step()
+        return rank.stored > 0 and rank.loaded > 0
+
+    wait_for(stored_and_loaded, DEADLINE_S, "it neither stored nor loaded")
     assert rank.finish() == []
     monkeypatch.setattr(hang_watch, "COPY_S_MAX", 0.05)
     torch_cuda.libcuda.hold_copies()
@@ -49,32 +47,38 @@ def rank(torch_cuda: TorchCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ran
 
 
 def test_a_store_that_never_ends_costs_the_rank_its_cache(rank: Rank, torch_cuda: TorchCuda) -> None:
-    plan = StepPlan(stores=planned(rank._plan_stores))
+    plan = StepPlan(stores=planned(rank.plan_stores))
     rank.worker.store(plan)
-    until(lambda: rank.mover.watches.stores_hang, "the store was waited for without an end")
-    until(lambda: not rank.mover.connected, "KVBM stayed on")
-    assert rank._lines[0].sent == [CopiesHang()]
-    assert not rank._lines[0].closed, "its slots may still be written"
+    wait_for(lambda: rank.mover.watches.stores_hang, DEADLINE_S, "the store was waited for without an end")
+    wait_for(lambda: not rank.mover.connected, DEADLINE_S, "KVBM stayed on")
+    assert rank.lines[0].sent == [CopiesHang()]
+    assert not rank.lines[0].closed, "its slots may still be written"
     assert rank.worker.report() is None
-    loads = StepPlan(loads=planned(rank._plan_loads), released=tuple(store.store for store in plan.stores))
+    loads = StepPlan(loads=planned(rank.plan_loads), released=tuple(store.store for store in plan.stores))
     rank.worker.store(loads)
     rank.worker.load(loads)
     ended = rank.worker.finished(loads)
-    until(
-        lambda: ended.extend(rank.worker.finished(StepPlan())) or len(ended) == len(loads.loads),
-        "a load was not answered",
-    )
+
+    def all_answered() -> bool:
+        ended.extend(rank.worker.finished(StepPlan()))
+        return len(ended) == len(loads.loads)
+
+    wait_for(all_answered, DEADLINE_S, "a load was not answered")
     assert all(load.failed for load in ended)
     torch_cuda.libcuda.hold_copies(False)
-    until(lambda: rank._lines[0].closed, "the slots were not given back")
+    wait_for(lambda: rank.lines[0].closed, DEADLINE_S, "the slots were not given back")
 
 
 def test_a_load_that_never_ends_ends_the_engine(rank: Rank, torch_cuda: TorchCuda) -> None:
-    plan = StepPlan(loads=planned(rank._plan_loads))
+    plan = StepPlan(loads=planned(rank.plan_loads))
     rank.worker.store(plan)
     rank.worker.load(plan)
     with pytest.raises(CopyHung, match="KVBM ends this engine"):
-        until(lambda: rank.worker.finished(StepPlan()), "the load was waited for without an end")
-    assert not rank._lines[0].closed
+        wait_for(
+            lambda: rank.worker.finished(StepPlan()) != [],
+            DEADLINE_S,
+            "the load was waited for without an end",
+        )
+    assert not rank.lines[0].closed
     torch_cuda.libcuda.hold_copies(False)
-    until(lambda: rank._lines[0].closed, "the session was not given up")
+    wait_for(lambda: rank.lines[0].closed, DEADLINE_S, "the session was not given up")

@@ -104,7 +104,7 @@ def test_late_copies_while_the_manager_comes_and_goes(device: TorchCuda, seed: i
 
 
 def test_an_engine_is_never_held_up_by_a_copy_that_never_ends(device: TorchCuda) -> None:
-    """Its stream is, and whoever waits for that; its thread goes on planning."""
+    """The engine's stream waits for the copies, and its thread goes on planning."""
     rank = Rank(device, 0, "batch", STEPS)
     try:
         for _ in range(10):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import re
 from types import ModuleType
@@ -20,10 +21,11 @@ def import_nixl() -> ModuleType:
     failures = []
     for name in sorted(PACKAGES, key=lambda name: not name.endswith(f"_cu{cuda}")):
         try:
-            package = importlib.import_module(name)
-        except (ImportError, OSError, RuntimeError) as error:
-            if not (isinstance(error, ModuleNotFoundError) and error.name == name):
-                failures.append(f"{name} cannot be imported ({error})")
+            package = _import_package(name)
+        except DirectRefused as refused:
+            failures.append(str(refused))
+            continue
+        if package is None:
             continue
         if cuda and not name.endswith(f"_cu{cuda}"):
             log.warning("%s is not for CUDA %d, which torch is built for; %s", name, cuda, install_hint(cuda))
@@ -33,6 +35,16 @@ def import_nixl() -> ModuleType:
     if failures:
         raise DirectRefused("; ".join(failures))
     raise DirectRefused(f"NIXL is not installed; {install_hint(cuda)}")
+
+
+def _import_package(name: str) -> ModuleType | None:
+    """None where it is not installed. Raises DirectRefused where it is, and cannot be imported."""
+    if importlib.util.find_spec(name) is None:
+        return None
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise DirectRefused(f"{name} cannot be imported ({error})") from error
 
 
 def is_installed() -> bool:

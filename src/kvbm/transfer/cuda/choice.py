@@ -57,13 +57,15 @@ class Choice(NamedTuple):
     kernel: Method | None = None
     kernel_only: bool = False
 
-    def of(self, piece_count: int, *, to_device: bool) -> Method:
+    def choose_method(self, piece_count: int, *, to_device: bool) -> Method:
         """The way for a copy of so many pieces, over all its blocks."""
         many = to_device and piece_count >= KERNEL_PIECES_MIN
         return self.kernel if self.kernel is not None and (many or self.kernel_only) else self.engines
 
     def __str__(self) -> str:
-        store, load = (self.of(KERNEL_PIECES_MIN, to_device=to_device) for to_device in (False, True))
+        store, load = (
+            self.choose_method(KERNEL_PIECES_MIN, to_device=to_device) for to_device in (False, True)
+        )
         return f"stores by {store.name}, loads by {load.name}"
 
 

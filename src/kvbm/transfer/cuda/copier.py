@@ -198,7 +198,7 @@ class CudaCopier:
         self, stream: Stream, pieces: Pieces, pairs: Pairs, after: DeviceEvent | None, *, to_device: bool
     ) -> CudaCopying:
         self._locks.begin()  # engines copy nothing before their first step
-        method = self._choice.of(len(pairs) * len(pieces.size), to_device=to_device)
+        method = self._choice.choose_method(len(pairs) * len(pieces.size), to_device=to_device)
         locked_slots = self._locks.locked_slots
         locked = [pair for pair in pairs if pair[1] < locked_slots]
         unlocked = [pair for pair in pairs if pair[1] >= locked_slots]
@@ -214,11 +214,9 @@ class CudaCopier:
             except BaseException as error:
                 # Some copies may be under way: the caller frees their memory as soon as it gets the error. An error of
                 # torch's does not say whether the device is lost, but then the stream cannot be waited for either.
-                drained = drain(stream)
+                drain(stream, error)
                 if isinstance(error, CudaError) and error.lost:
                     raise DeviceLost(str(error)) from error
-                if not drained and isinstance(error, Exception):
-                    raise DeviceLost(first_line(error)) from error
                 raise
         return CudaCopying(event, staged)
 

@@ -8,8 +8,12 @@ copies of the first seconds; where the driver refuses to lock, they are all that
 from __future__ import annotations
 
 import logging
+import queue
+import threading
+from collections.abc import Callable
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,10 +31,42 @@ STAGING_BYTES_MAX = 64 << 20
 """Of both directions together, or a row for each where a slot has more."""
 
 
-class _Side(NamedTuple):
-    """One direction: who copies, on which stream, through which rows."""
+class _Thread:
+    """Makes calls, in the order in which they come. A daemon, which an executor's threads are not: one that waits for a
+    copy that hangs must not keep the process from ending."""
 
-    thread: ThreadPoolExecutor
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], None]) -> Future[None]:
+        """Have it called."""
+        ended: Future[None] = Future()
+        self._calls.put((call, ended))
+        return ended
+
+    def end(self) -> None:
+        """Wait for the calls, and for the thread."""
+        self._calls.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            call, ended = item
+            try:
+                call()
+            except BaseException as error:
+                ended.set_exception(error)
+            else:
+                ended.set_result(None)
+            del item, call, ended  # an idle thread keeps no copier, and no memory, alive
+
+
+class _Side(NamedTuple):
+    """One direction: the thread that copies, the stream, and the rows."""
+
+    thread: _Thread
     stream: Stream
     rows: torch.Tensor
 
@@ -63,7 +99,7 @@ class Staging:
     def begin(self, pieces: Pieces, pairs: Pairs, after: DeviceEvent, *, to_device: bool) -> Future[None]:
         """Have the pairs copied behind `after`. What it raises, copies raise; nothing is under way then."""
         side = self._sides[to_device]
-        copying = side.thread.submit(self._copy, pieces, pairs, after, side, to_device)
+        copying = side.thread.submit(partial(self._copy, pieces, pairs, after, side, to_device))
         self._latest[to_device] = copying
         return copying
 
@@ -72,7 +108,7 @@ class Staging:
         if futures.wait(self._latest.values(), COPY_S_MAX).not_done:
             raise CopyHung(f"copies of slots that are not page-locked have not ended within {COPY_S_MAX:g} s")
         for side in self._sides.values():
-            side.thread.shutdown(wait=True)
+            side.thread.end()
 
     def _copy(self, pieces: Pieces, pairs: Pairs, after: DeviceEvent, side: _Side, to_device: bool) -> None:
         """In batches of as many as there are rows."""
@@ -94,15 +130,14 @@ class Staging:
                     if not to_device:
                         torch._foreach_copy_(slots, staged)
             except BaseException as error:
-                if not drain(stream) and isinstance(error, Exception):
-                    raise DeviceLost(first_line(error)) from error
+                drain(stream, error)
                 raise
 
 
-def _start_thread(driver: Driver, device: Device, name: str) -> ThreadPoolExecutor:
-    """A thread that copies, adopted while the device is known to work: later a lost one would break the executor."""
-    thread = ThreadPoolExecutor(1, name)
-    thread.submit(driver.adopt_thread, device.index).result()
+def _start_thread(driver: Driver, device: Device, name: str) -> _Thread:
+    """A thread that copies, adopted while the device is known to work. Raises as `adopt_thread` does."""
+    thread = _Thread(name)
+    thread.submit(partial(driver.adopt_thread, device.index)).result()
     return thread
 
 
@@ -114,12 +149,16 @@ def _pinned(device: Device, rows: int, row_bytes: int) -> torch.Tensor:
         raise KvbmError(f"page-locking a buffer of {size} bytes for copies: {first_line(error)}") from error
 
 
-def drain(stream: Stream) -> bool:
-    """Wait until nothing is under way on the stream; False where the device is lost, and nothing moves any more."""
+def drain(stream: Stream, error: BaseException) -> None:
+    """Wait, after this error, until nothing is under way on the stream.
+
+    Where that fails the device is lost, and nothing moves any more: raises DeviceLost with the text of `error`, which
+    says more, or `error` itself where it ends the thread.
+    """
     try:
         stream.record().synchronize()
-    except (CudaError, RuntimeError) as error:
-        # The error that led here says more.
-        _log.debug("waiting for copies that were begun: %s", first_line(error))
-        return False
-    return True
+    except (CudaError, RuntimeError) as further:
+        _log.debug("waiting for copies that were begun: %s", first_line(further))
+        if not isinstance(error, Exception):
+            raise error from None
+        raise DeviceLost(first_line(error)) from error

@@ -195,7 +195,9 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
         return DynamoConnectorMetadata(self._scheduler.step(scheduler_output))
 
     def has_pending_push_work(self) -> bool:
-        """The last blocks of a request are stored in steps after its end: vLLM steps on for them, a second at most."""
+        """The last blocks of a request are stored in steps after its end, and vLLM steps on for them: a second at most
+        for those that are not pinned, 2 s where the manager does not answer, 30 s where copies do not end
+        (`Stores.pending`)."""
         return self._scheduler.stores_pending() if self._scheduler is not None else False
 
     def has_pending_block_frees(self) -> bool:

@@ -12,7 +12,7 @@ from kvbm.block import BlockKey
 from kvbm.policy import AdmitAll, DiskFilter
 from kvbm.policy.admission.filter import ADMIT_FREQUENCY, DECAY_INTERVAL_S, ENTRIES_MAX, FREQUENCY_MAX
 from kvbm.policy.contract import hit_all, offer_all
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 EVENTS = st.lists(
     st.tuples(st.integers(0, 9), st.booleans(), st.sampled_from([0.0, 0.0, 1.0, 599.0, 600.0, 1800.0])),
@@ -48,7 +48,7 @@ class LiteralFilter:
         return self.freq.get(k, 0) >= 2
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=scale_examples(200))
 @given(entries_max=st.integers(1, 6), events=EVENTS)
 def test_it_does_what_the_description_says(entries_max: int, events: list[tuple[int, bool, float]]) -> None:
     ours, literal, now_s = DiskFilter(0.0, entries_max), LiteralFilter(entries_max), 0.0
@@ -62,7 +62,7 @@ def test_it_does_what_the_description_says(entries_max: int, events: list[tuple[
         assert len(ours) == len(literal.freq) <= entries_max
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=scale_examples(100))
 @given(entries_max=st.integers(1, 6), events=EVENTS)
 def test_every_frequency_is_that_of_the_description(
     entries_max: int, events: list[tuple[int, bool, float]]
@@ -151,7 +151,7 @@ def test_without_a_filter_everything_enters() -> None:
     admission.hit(key(1), 0.0)
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=scale_examples(200))
 @given(
     entries_max=st.integers(1, 12),
     calls=st.lists(

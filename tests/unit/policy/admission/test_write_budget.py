@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvbm.block import BlockKey
 from kvbm.policy.admission.filter import AdmitAll, DiskFilter
 from kvbm.policy.admission.write_budget import DAY_S, WriteBudget
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 
 def key(number: int) -> BlockKey:
@@ -29,7 +29,7 @@ def test_the_budget_is_a_24th_at_once_and_the_rest_over_the_day() -> None:
     )
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=scale_examples(200))
 @given(
     st.integers(2, 100),
     st.integers(1, 7),

@@ -14,7 +14,7 @@ from kvbm.policy.gittins.duel import LOSS_MAX
 from kvbm.policy.gittins.policy import Gittins
 from kvbm.sim.replay.replay import replay
 from kvbm.sim.traces.trace import Trace, TraceBuilder
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 AIM = 0.002
 KINDS = ("chats", "once", "popular", "loop", "latest", "giants")
@@ -84,7 +84,7 @@ def losses(trace: Trace, capacity: int, policy: Gittins) -> list[float]:
     st.lists(st.tuples(st.sampled_from(KINDS), st.integers(20, 200)), min_size=1, max_size=5),
     st.sampled_from([20, 100, 400, 1500]),
 )
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=scale_examples(30), deadline=None)
 def test_with_stakes_covered_in_full_no_traffic_makes_it_lose_more(
     seed: int, phases: list[tuple[str, int]], capacity: int
 ) -> None:

@@ -17,7 +17,7 @@ from kvbm.policy.gittins.runs import NO_RUN, RunTree
 from kvbm.sim.replay.replay import replay
 from kvbm.sim.traces.synthetic import ChatShape, chats
 from kvbm.sim.traces.trace import Trace, TraceBuilder
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 # ---- the tree of runs
 
@@ -49,7 +49,7 @@ def names_in(tree: RunTree, run: int) -> list[int]:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=scale_examples(150), deadline=None)
 def test_the_tree_says_what_was_put_in(seed: int) -> None:
     """Chains of a made-up tree of blocks are matched, added, filled, trimmed, merged and forgotten."""
     choice = random.Random(seed)

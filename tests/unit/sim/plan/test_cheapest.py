@@ -12,7 +12,7 @@ from kvbm.errors import SettingsError
 from kvbm.settings.parse import GB
 from kvbm.sim.plan import cheapest
 from kvbm.sim.plan.cheapest import Bounds, Point, Prices, Search, Target, sizes_between, smallest_enough
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 from rigs.sizes import everywhere
 
 # ---- targets, prices, sizes
@@ -86,7 +86,7 @@ def test_the_frontier_is_what_nothing_beats() -> None:
 # ---- the search against looking everywhere
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=scale_examples(300), deadline=None)
 @example([(55, 58)], 3.0, 0.1, None, 60)
 @given(
     st.lists(st.tuples(st.integers(0, 130), st.integers(0, 900)), min_size=1, max_size=4),

@@ -12,11 +12,11 @@ from kvbm.sim.replay.optimum import optimum
 from kvbm.sim.replay.replay import replay
 from kvbm.sim.replay.sampling import Sample
 from kvbm.sim.traces.synthetic import ChatShape, chats
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 from rigs.traces import random_trace
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=scale_examples(40))
 @given(seed=st.integers(0, 10_000), branching=st.integers(1, 4), depth=st.integers(1, 9))
 def test_the_curve_is_what_replays_find(seed: int, branching: int, depth: int) -> None:
     trace = random_trace(seed, 30, branching, depth)

@@ -18,7 +18,7 @@ from kvbm.manager.lookups import advance
 from kvbm.policy import LeafFirstLru, make_policy
 from kvbm.sim.replay.grouped import GroupedTier, grouped_replay, tails
 from kvbm.sim.traces.trace import Trace, TraceBuilder
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 from rigs.space import ME, Bench
 from rigs.traces import random_trace
 
@@ -73,7 +73,7 @@ def endless(trace: Trace, groups: Sequence[Group]) -> list[int]:
     return found
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=scale_examples(60), deadline=None)
 @given(seed=st.integers(0, 10_000), model=st.sampled_from(MODELS))
 def test_a_cache_for_everything_hits_what_the_rules_say(seed: int, model: tuple[Group, ...]) -> None:
     trace = random_trace(seed)
@@ -89,7 +89,7 @@ def store(bench: Bench, keys: list[BlockKey], parent: BlockKey | None, groups: b
     bench.space.commit(ME, number)
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=scale_examples(40), deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     capacity=st.integers(4, 60),

@@ -12,7 +12,7 @@ from kvbm.sim.replay.optimum import next_requests, optimum
 from kvbm.sim.replay.replay import replay
 from kvbm.sim.traces.synthetic import ChatShape, chats
 from kvbm.sim.traces.trace import Trace
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 from rigs.traces import random_trace
 
 
@@ -33,7 +33,7 @@ def most_hits(trace: Trace, capacity: int) -> int:
     return max(best.values())
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=scale_examples(60))
 @given(seed=st.integers(0, 10_000), capacity=st.integers(1, 4))
 def test_nothing_hits_more(seed: int, capacity: int) -> None:
     # Any set of blocks may be kept here, not only whole prefixes: the optimum needs no more than those.
@@ -41,7 +41,7 @@ def test_nothing_hits_more(seed: int, capacity: int) -> None:
     assert optimum(trace, capacity).hits == most_hits(trace, capacity)
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=scale_examples(40))
 @given(seed=st.integers(0, 10_000), capacity=st.integers(1, 60))
 def test_no_policy_hits_more(seed: int, capacity: int) -> None:
     trace = random_trace(seed)

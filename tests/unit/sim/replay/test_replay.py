@@ -11,7 +11,7 @@ from kvbm.sim.replay.replay import replay
 from kvbm.sim.serving.tier import SimulatedTier
 from kvbm.sim.traces.halves import halves
 from kvbm.sim.traces.trace import TraceBuilder
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 from rigs.traces import random_trace
 
 
@@ -46,7 +46,7 @@ class SlowLru:
         return True
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=scale_examples(60))
 @given(seed=st.integers(0, 10_000), capacity=st.integers(1, 40))
 def test_lru_hits_what_the_slow_one_hits(seed: int, capacity: int) -> None:
     trace, slow = random_trace(seed), SlowLru(capacity)

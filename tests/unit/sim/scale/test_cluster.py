@@ -25,7 +25,7 @@ from kvbm.sim.serving.machine import Machine
 from kvbm.sim.serving.tier import SimulatedTier
 from kvbm.sim.traces.synthetic import ChatShape, chats
 from kvbm.sim.traces.trace import Trace, TraceBuilder
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 BLOCK_TOKENS = 10
 # A token takes a second, a block no time to load: sums can be done in the head.
@@ -79,7 +79,7 @@ def whole(trace: Trace, closed_loop: bool = False) -> ClusterTraffic:
 # ---- the index
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=scale_examples(150), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.lists(st.integers(0, 9), max_size=6)), max_size=25), st.data()
 )
@@ -109,7 +109,7 @@ def test_the_index_refuses_to_forget_what_a_node_never_held() -> None:
         index.removed(1, [1])
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=scale_examples(100), deadline=None)
 @given(st.integers(1, 70), st.integers(0, 10_000))
 def test_the_kv_router_takes_the_least_cost(nodes: int, seed: int) -> None:
     chance = random.Random(seed)

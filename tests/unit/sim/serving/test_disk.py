@@ -18,7 +18,7 @@ from kvbm.sim.serving.machine import Machine
 from kvbm.sim.serving.tier import SimulatedTier
 from kvbm.sim.traces.synthetic import ChatShape, chats
 from kvbm.sim.traces.trace import Trace, TraceBuilder
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 from rigs.serving import BLOCK_BYTES, MACHINE, make_trace, serve
 from rigs.traces import random_trace
 
@@ -152,7 +152,7 @@ def test_rules_that_are_none() -> None:
 # ---- laws
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=scale_examples(60))
 @given(
     seed=st.integers(0, 5000),
     host=st.integers(1, 40),

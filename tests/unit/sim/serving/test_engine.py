@@ -16,7 +16,7 @@ from kvbm.sim.serving.tier import SimulatedTier
 from kvbm.sim.traces.conversations import NO_REQUEST, predecessors
 from kvbm.sim.traces.synthetic import ChatShape, chats
 from kvbm.sim.traces.trace import TraceBuilder
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 from rigs.serving import BLOCK_BYTES, BLOCK_TOKENS, make_trace, serve
 from rigs.traces import random_trace
 
@@ -167,7 +167,7 @@ def test_users_wait_for_answers() -> None:
 # ---- laws
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=scale_examples(40))
 @given(
     seed=st.integers(0, 5000),
     host=st.integers(1, 30),

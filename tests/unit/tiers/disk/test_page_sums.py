@@ -18,7 +18,7 @@ from kvbm.tiers.disk.page_sums import (
     host_page_checksum,
     host_page_sums,
 )
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 PAGES = 3
 SIZE = PAGES * PAGE_BYTES
@@ -74,7 +74,7 @@ def damages(draw: st.DrawFn) -> tuple[bytes, bytes]:
     return whole, bytes(data)
 
 
-@settings(max_examples=examples(400))
+@settings(max_examples=scale_examples(400))
 @given(damages())
 def test_every_damage_is_detected(damage: tuple[bytes, bytes]) -> None:
     whole, damaged = damage

@@ -21,7 +21,7 @@ from kvbm.testing.tier_contract import DEADLINE_S, NAMESPACE, BlockBuffers, by_s
 from kvbm.tiers.disk.geometry import RECORD_BYTES
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 from rigs.faulty_syscalls import Fault, FaultRule, FaultySyscalls
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 LAYOUT = BlockLayout(block_tokens=16, shard_bytes=5000, shard_count=2)
 SLOT_COUNT_MAX = 6
@@ -256,5 +256,7 @@ class DiskTierMachine(RuleBasedStateMachine):
         assert len(list(self.root.iterdir())) == 1
 
 
-DiskTierMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
+DiskTierMachine.TestCase.settings = settings(
+    max_examples=scale_examples(60), stateful_step_count=30, deadline=None
+)
 TestDiskTierMachine = DiskTierMachine.TestCase

@@ -32,7 +32,7 @@ from rigs.packed import (
     some_blocks,
     zstd,
 )
-from rigs.property_tests import examples
+from rigs.property_tests import scale_examples
 
 
 @dataclasses.dataclass
@@ -92,7 +92,7 @@ def many_blocks(draw: Callable[..., object]) -> Blocks:
 
 
 @given(many_blocks())
-@settings(max_examples=examples(40))
+@settings(max_examples=scale_examples(40))
 def test_what_was_packed_comes_back(way: Way, blocks: Blocks) -> None:
     packed = way.blob(blocks)
     everything = "H" * len(blocks.heads)
@@ -103,7 +103,7 @@ def test_what_was_packed_comes_back(way: Way, blocks: Blocks) -> None:
 
 
 @given(many_blocks(), st.data())
-@settings(max_examples=examples(40))
+@settings(max_examples=scale_examples(40))
 def test_some_records_of_a_pack_are_read_alone(way: Way, blocks: Blocks, data: st.DataObject) -> None:
     packed = way.blob(blocks)
     first = data.draw(st.integers(0, len(blocks.heads) - 1))
@@ -130,7 +130,7 @@ def test_every_flipped_bit_of_a_record_costs_that_block_alone(way: Way) -> None:
 
 
 @given(st.data())
-@settings(max_examples=examples(150))
+@settings(max_examples=scale_examples(150))
 def test_damage_anywhere_is_never_a_hit_with_other_bytes(way: Way, data: st.DataObject) -> None:
     blocks = some_blocks(3, compressible=data.draw(st.booleans()))
     packed = way.blob(blocks)

@@ -86,9 +86,9 @@ def test_loads_of_small_aligned_pieces_go_by_the_kernel_and_all_else_by_batches(
     with caplog.at_level(logging.INFO, "kvbm"):
         bench = Bench(views, Model(), AUTO).prepared()
     choice = bench.copier.choice
-    assert choice.of(KERNEL_PIECES_MIN, to_device=True).name == loads_by
-    assert choice.of(KERNEL_PIECES_MIN - 1, to_device=True).name == "batch"
-    assert choice.of(10**6, to_device=False).name == "batch"
+    assert choice.choose_method(KERNEL_PIECES_MIN, to_device=True).name == loads_by
+    assert choice.choose_method(KERNEL_PIECES_MIN - 1, to_device=True).name == "batch"
+    assert choice.choose_method(10**6, to_device=False).name == "batch"
     assert bool(kernel.layouts) == (loads_by == "kernel")
     assert f"stores by batch, loads by {loads_by}" in [record.getMessage() for record in caplog.records]
     assert warnings(caplog) == []

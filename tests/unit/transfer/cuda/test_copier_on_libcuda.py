@@ -51,7 +51,7 @@ class Bench:
 
 @pytest.fixture
 def make(libcuda: Libcuda) -> Iterator[Callable[..., Bench]]:
-    """Makes benches on the stand-in, which has no complaints in the end."""
+    """Makes benches on the stand-in, which has no violations in the end."""
     benches: list[Bench] = []
 
     def made(method: str = "batch", slot_bytes: int = PAGE) -> Bench:

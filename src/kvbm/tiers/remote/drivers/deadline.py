@@ -9,6 +9,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from kvbm.strict import record_swallowed
@@ -20,32 +22,32 @@ _Answer = TypeVar("_Answer")
 class _Call(Generic[_Answer]):
     def __init__(self, work: Callable[[threading.Event], _Answer]) -> None:
         self._work = work
-        self._ended = threading.Event()
-        self._answer: _Answer | None = None
-        self._error: BaseException | None = None
-        self.given_up = threading.Event()
+        self._answer: Future[_Answer] = Future()
+        self._given_up = threading.Event()
 
     def run(self) -> None:
-        if self.given_up.is_set():
+        if self._given_up.is_set():
             return
         try:
-            self._answer = self._work(self.given_up)
+            self._answer.set_result(self._work(self._given_up))
         except BaseException as error:
-            self._error = error
-            if self.given_up.is_set() and not isinstance(error, StoreError):  # `result` will not raise it
-                record_swallowed(error)
-        self._ended.set()
+            self._answer.set_exception(error)
 
     def wait(self, deadline_s: float) -> bool:
-        if self._ended.wait(deadline_s):
+        if futures.wait([self._answer], deadline_s).done:
             return True
-        self.given_up.set()
+        self._given_up.set()
+        self._answer.add_done_callback(_record_error)  # `result` will not raise it
         return False
 
     def result(self) -> _Answer:
-        if self._error is not None:
-            raise self._error
-        return self._answer  # type: ignore[return-value] # there is an answer where there is no error
+        return self._answer.result()
+
+
+def _record_error(answer: Future[_Answer]) -> None:
+    error = answer.exception()
+    if error is not None and not isinstance(error, StoreError):
+        record_swallowed(error)
 
 
 class Deadline:
