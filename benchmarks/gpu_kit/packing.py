@@ -164,6 +164,12 @@ class Site:
         names = (path.name for path in self._parts.glob("*.part"))
         return sorted(filter(None, map(PART_NAME.fullmatch, names)), key=lambda found: int(found[5]))
 
+    def _refuse_outside(self, member: tarfile.TarInfo) -> None:
+        """A kit has files alone, all of them in one folder."""
+        modules = self.modules.resolve()
+        if not (member.isfile() and (modules / member.name).resolve().is_relative_to(modules)):
+            raise tarfile.TarError(f"{member.name!r} is no file inside {modules}")
+
     def _extract(self) -> None:
         whole = self._parts / "draft"
         with whole.open("wb") as target:
@@ -172,7 +178,10 @@ class Site:
                     shutil.copyfileobj(source, target)
         try:
             with lzma.open(whole) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
-                archive.extractall(self.modules, filter="data")
+                archive.extraction_filter = getattr(tarfile, "data_filter", None)  # from Python 3.11.4 on
+                for member in archive:
+                    self._refuse_outside(member)
+                    archive.extract(member, self.modules)
                 while stream.read(1 << 20):  # to the end, where the last checksum is
                     pass
         except (EOFError, tarfile.TarError, lzma.LZMAError) as error:

@@ -95,7 +95,7 @@ def test_nothing_is_written_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(packing, "PYTHON", sys.version_info[:2])
     engine = make_wheel(tmp_path / "vllm-0.whl", {"../../escaped.py": b"x"})
     parts = packing.build(engine, [], tmp_path / "parts", "cuda")
-    with pytest.raises(Refused, match="OutsideDestination"):
+    with pytest.raises(Refused, match="no file inside"):
         Site(tmp_path / "deep" / "kit").take(parts[0])
     assert not list(tmp_path.rglob("escaped.py"))
 
