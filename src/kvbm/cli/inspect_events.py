@@ -49,7 +49,7 @@ def events(
     endpoint: Annotated[
         str, typer.Option(metavar="ENDPOINT", help="Where events are published; left out, ask the manager.")
     ] = "",
-    seconds: Annotated[str, typer.Option(metavar="N", help=f"Read for so long, up to {SECONDS_MAX}.")] = "5",
+    seconds: Annotated[str, typer.Option(metavar="N", help=f"Seconds to read, up to {SECONDS_MAX}.")] = "5",
     manager: ManagerOption = "",
     as_json: JsonOption = False,
 ) -> None:

@@ -3,7 +3,7 @@
 A leader names blocks by vLLM's own chained hashes, or by a chain of ours where vLLM's differ between processes; a
 program with `kvbm.BlockManager` by its own chain. The manager does not know which of them an engine uses, so all are
 made, and the manager says of which it holds blocks. Requests with an adapter, a cache salt or images have other keys,
-and so have those of weights that were changed in memory: a list of tokens says nothing of these.
+and so have those of weights that were changed in memory: they are not found by their tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Anthropic's Messages API: `cache_control` at the top level of the body.
 
-The form is `{"type": "ephemeral", "ttl": "5m" | "1h"}`, five minutes where no time is said. For so long at least the
-whole prompt is to be kept. A `cache_control` on a tool or a block ends a prefix whose tokens are not known before the
-chat template has run; it says nothing here.
+The form is `{"type": "ephemeral", "ttl": "5m" | "1h"}`, five minutes without a `ttl`. For so long at least the whole
+prompt is to be kept. A `cache_control` on a tool or a block ends a prefix whose tokens are not known before the chat
+template has run; it is ignored.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
   every other name of a session is stronger.
 - `prompt_cache_options` is `{"mode": "implicit" | "explicit", "ttl": "30m"}`. The time is a minimum. The implicit mode
   means the whole prompt. The explicit one means a prefix that ends with a block with a `prompt_cache_breakpoint`, whose
-  tokens are not known before the chat template has run: it says nothing here.
+  tokens are not known before the chat template has run: it is ignored.
 - `prompt_cache_retention` is the older field, and a maximum: `"in_memory"` (an hour) or `"24h"`.
 """
 

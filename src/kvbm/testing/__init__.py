@@ -1,1 +1,1 @@
-"""Public test kits: subclass one to check your tier, policy or copier, or put faults under ours. They need pytest."""
+"""Public test kits: subclass one to check your tier, store, policy or copier. They need pytest."""
