@@ -25,7 +25,6 @@ from rigs.system_packages import require
 
 ACCESS_KEY, SECRET_KEY, REGION = "AKTEST", "SKTESTSECRET", "us-east-1"
 MOONCAKE_LIBRARIES = ("libibverbs.so.1", "libcurl.so.4", "libnuma.so.1")
-PASSWORD = "swordfish-7"
 
 
 class S3Service(NamedTuple):

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvbm.clock import Clock
-from kvbm.errors import KvbmError, SettingsError
+from kvbm.errors import SettingsError
 from kvbm.fleet.directory import NAME_LENGTH_MAX, PEERS_MAX, Peer, refuse_name, split_address
 from kvbm.settings import variable, without_credentials
 from kvbm.strict import record_swallowed
@@ -29,10 +29,6 @@ REQUEST_S = 2.0
 NOT_REACHED_YET = "not reached yet"
 _ROOT = "kvbm/fleets"
 _ADDRESS_LENGTH_MAX = 300
-
-
-class EtcdTrouble(KvbmError):
-    """etcd did not answer, or with an error: one line."""
 
 
 class Lease(Protocol):

@@ -87,14 +87,6 @@ class Child:
         self._engine.end_weight_update()
         return bool(answer[0]), str(answer[1])
 
-    def add_adapter(self, adapter: str, path: str) -> bool:
-        """Load a LoRA adapter."""
-        return bool(self._engine.load_lora_adapter(adapter, path).success)
-
-    def remove_adapter(self, adapter: str) -> bool:
-        """Unload a LoRA adapter."""
-        return bool(self._engine.unload_lora_adapter(adapter).success)
-
     def end(self) -> None:
         """Shut the engine down."""
         self._engine.shutdown()
