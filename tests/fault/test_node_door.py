@@ -16,13 +16,13 @@ from kvbm.client.channel import Channel
 from kvbm.client.far_finder import FarFinder
 from kvbm.clock import monotonic
 from kvbm.errors import ManagerUnavailable, SettingsError
-from kvbm.fleet.certificates import make_node, node_files
-from kvbm.fleet.tls import lending_context, reading_context
+from kvbm.fleet.tls import lending_context, node_files, reading_context
 from kvbm.framing import encode
 from kvbm.hashing import join_keys
 from kvbm.manager import node_door
 from kvbm.manager.node_door import NodeDoor
 from kvbm.protocol import PROTOCOL_VERSION, FromManager, Hello, Lookup, LookupReply, Ready, Welcome
+from rigs.certificates import make_node
 from rigs.manager import DEADLINE_S, KEYS, ManagerBench, store
 
 FLEET = "f"
@@ -50,7 +50,6 @@ class Way:
         self.manager = manager
         lends = reads = None
         if certificates is not None:
-            pytest.importorskip("cryptography", reason="certificates are made with the package cryptography")
             for node in ("here", "there"):
                 make_node(certificates / "certs", node, 30, FLEET)
             lends = lending_context(node_files(certificates / "certs", "here"))

@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvbm.block import Outcome
-from kvbm.fleet.certificates import make_node
 from kvbm.fleet.directory import Peer
-from kvbm.fleet.tls import TlsFiles, lending_context, reading_context
+from kvbm.fleet.tls import lending_context, node_files, reading_context
+from rigs.certificates import make_node
 from rigs.peers import FLEET, LendingNode, Loads, content, keys_of, knows, open_tier, wait_until
-
-pytest.importorskip("cryptography", reason="certificates are made with the package cryptography")
 
 KEYS = keys_of(6)
 DAY_S = 86400.0
@@ -29,14 +27,10 @@ def good(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def lender(good: Path) -> Iterator[LendingNode]:
-    node = LendingNode(tls=lending_context(files(good, "lender")))
+    node = LendingNode(tls=lending_context(node_files(good, "lender")))
     node.store(KEYS)
     yield node
     node.close()
-
-
-def files(directory: Path, node: str) -> TlsFiles:
-    return TlsFiles(directory / "ca.pem", directory / f"{node}.pem", directory / f"{node}.key")
 
 
 def trouble(tier) -> str:
@@ -53,7 +47,7 @@ def never_in(lender: LendingNode, tier) -> str:
 
 
 def test_both_ends_of_one_fleet(lender: LendingNode, good: Path) -> None:
-    tier = open_tier([lender.peer], tls=reading_context(files(good, "reader")))
+    tier = open_tier([lender.peer], tls=reading_context(node_files(good, "reader")))
     try:
         wait_until(lambda: knows(tier, KEYS), trouble(tier))
         completion, targets = Loads(tier).load(KEYS)
@@ -64,8 +58,8 @@ def test_both_ends_of_one_fleet(lender: LendingNode, good: Path) -> None:
 
 
 def test_a_certificate_with_half_a_day_left(lender: LendingNode, good: Path) -> None:
-    make_node(good, "late", 1, now_s=time.time() - 0.5 * DAY_S)
-    tier = open_tier([lender.peer], tls=reading_context(files(good, "late")), node="late")
+    make_node(good, "late", 1, FLEET, now_s=time.time() - 0.5 * DAY_S)
+    tier = open_tier([lender.peer], tls=reading_context(node_files(good, "late")), node="late")
     try:
         wait_until(lambda: knows(tier, KEYS), trouble(tier))
     finally:
@@ -76,9 +70,9 @@ def test_an_expired_certificate(tmp_path: Path) -> None:
     past_s = time.time() - 5 * DAY_S
     for node in ("lender", "reader"):
         make_node(tmp_path, node, 1, FLEET, now_s=past_s)
-    make_node(tmp_path, "lender", 30, renew=True)
-    lender = LendingNode(tls=lending_context(files(tmp_path, "lender")))
-    tier = open_tier([lender.peer], tls=reading_context(files(tmp_path, "reader")))
+    make_node(tmp_path, "lender", 30, FLEET)
+    lender = LendingNode(tls=lending_context(node_files(tmp_path, "lender")))
+    tier = open_tier([lender.peer], tls=reading_context(node_files(tmp_path, "reader")))
     try:
         assert "expired" in never_in(lender, tier).lower()
     finally:
@@ -88,7 +82,7 @@ def test_an_expired_certificate(tmp_path: Path) -> None:
 
 def test_a_reader_of_another_authority(lender: LendingNode, good: Path, tmp_path: Path) -> None:
     make_node(tmp_path / "bad", "reader", 30, FLEET)
-    foreign = files(tmp_path / "bad", "reader")._replace(authority=good / "ca.pem")
+    foreign = node_files(tmp_path / "bad", "reader")._replace(authority=good / "ca.pem")
     tier = open_tier([lender.peer], tls=reading_context(foreign))
     try:
         assert "unknown" in never_in(lender, tier).lower()
@@ -98,7 +92,7 @@ def test_a_reader_of_another_authority(lender: LendingNode, good: Path, tmp_path
 
 def test_a_lender_of_another_authority(lender: LendingNode, tmp_path: Path) -> None:
     make_node(tmp_path / "bad", "reader", 30, FLEET)
-    tier = open_tier([lender.peer], tls=reading_context(files(tmp_path / "bad", "reader")))
+    tier = open_tier([lender.peer], tls=reading_context(node_files(tmp_path / "bad", "reader")))
     try:
         assert "certificate verify failed" in never_in(lender, tier)
     finally:
@@ -107,7 +101,7 @@ def test_a_lender_of_another_authority(lender: LendingNode, tmp_path: Path) -> N
 
 def test_a_certificate_that_names_another_fleet(lender: LendingNode, good: Path) -> None:
     """Of the right authority, as if one authority served two fleets."""
-    tier = open_tier([lender.peer], tls=reading_context(files(good, "reader")), fleet="other")
+    tier = open_tier([lender.peer], tls=reading_context(node_files(good, "reader")), fleet="other")
     try:
         wait_until(lambda: "of the fleet 'test-fleet'; ours is 'other'" in trouble(tier))
         assert lender.server.counts["readers"] == 0
@@ -116,7 +110,7 @@ def test_a_certificate_that_names_another_fleet(lender: LendingNode, good: Path)
 
 
 def test_a_reader_that_calls_itself_otherwise(lender: LendingNode, good: Path) -> None:
-    tier = open_tier([lender.peer], tls=reading_context(files(good, "reader")), node="somebody-else")
+    tier = open_tier([lender.peer], tls=reading_context(node_files(good, "reader")), node="somebody-else")
     try:
         wait_until(lambda: "certificate is of node 'reader', not of 'somebody-else'" in trouble(tier))
     finally:
@@ -124,7 +118,7 @@ def test_a_reader_that_calls_itself_otherwise(lender: LendingNode, good: Path) -
 
 
 def test_an_address_at_which_another_node_answers(lender: LendingNode, good: Path) -> None:
-    tier = open_tier([Peer(lender.address, "expected")], tls=reading_context(files(good, "reader")))
+    tier = open_tier([Peer(lender.address, "expected")], tls=reading_context(node_files(good, "reader")))
     try:
         wait_until(lambda: "it is lender, and expected is expected" in trouble(tier))
     finally:

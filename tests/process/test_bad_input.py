@@ -40,7 +40,6 @@ WORDS = {
     "disk ls": (".",),
     "disk verify": (".",),
     "disk clear": (".",),
-    "fleet cert": ("certs", "--node", "a"),
     "remote show": ("file:///nowhere",),
     "remote collect": ("--dry-run",),
     "remote clear": ("--all",),
@@ -171,9 +170,7 @@ def test_a_switch_takes_no_value(
 def test_what_is_required_is_asked_for(
     place: Path, capfd: pytest.CaptureFixture[str], name: str, missing: str
 ) -> None:
-    # An argument that is missing is named before an option is.
-    before = WORDS[name][:1] if name == "fleet cert" and missing.startswith("-") else ()
-    said = refused(place, capfd, *name.split(), *before)
+    said = refused(place, capfd, *name.split())
     assert ("Missing" in said and "--" in missing) or "Missing argument" in said, said
     assert missing in said or not missing.startswith("-"), said
 
@@ -188,7 +185,7 @@ def test_an_unknown_option(place: Path, capfd: pytest.CaptureFixture[str], name:
 def test_a_word_too_many_or_one_that_is_no_file(
     place: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
-    needed = ("reset", "resize", "unpin", "pin", "prefetch", "top", "fleet cert", "remote clear")
+    needed = ("reset", "resize", "unpin", "pin", "prefetch", "top", "remote clear")
     words = [word for word in WORDS.get(name, ()) if name in needed]
     words += [*WORDS["plan"][1:]] if name == "plan" else []
     assert "nothing" in refused(place, capfd, *name.split(), *words, BAD)

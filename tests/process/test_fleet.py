@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from kvbm.block import Tier
-from kvbm.cli.main import main
 from kvbm.clock import monotonic
 from kvbm.manager.fleet_side import FleetSide
 from kvbm.manager.gauges import publish_gauges
 from kvbm.manager.remote_side import report_remote
 from kvbm.settings import Settings
+from rigs.certificates import make_node
 from rigs.manager import KEYS, Client, ManagerBench, store
 from rigs.manager_probe import free_port, wait_for
 from rigs.movers import needs_nixl
@@ -109,11 +109,8 @@ def test_one_node_reads_what_another_computed(
         "fleet_transport": transport,
     }
     if certified:
-        pytest.importorskip("cryptography")
         for name in ("a", "b"):
-            with pytest.raises(SystemExit) as end:
-                main(["fleet", "cert", str(tmp_path / "certs"), "--node", name, "--fleet", "test"])
-            assert not end.value.code
+            make_node(tmp_path / "certs", name, 30, "test")
         common["fleet_certs"] = str(tmp_path / "certs")
     for name, address in zip(("a", "b"), listen, strict=True):
         nodes.append(Node(tmp_path / name, fleet_node=name, fleet_listen=address, **common))

@@ -40,7 +40,6 @@ OTHERS = {
     "status": "shows all of them",
     "demo": "starts its own",
     "disk": "reads files",
-    "fleet": "makes files",
     "remote": "asks the store",
     "bench": "asks no manager",
     "simulate": "asks no manager",

@@ -21,6 +21,7 @@ PACKAGES = {
     "etcd": "etcd-server",
     "ip": "iproute2",
     "faketime": "faketime",
+    "openssl": "openssl",
     "libibverbs.so.1": "libibverbs1",  # Mooncake's programs are linked with it and the next two
     "libcurl.so.4": "libcurl4",
     "libnuma.so.1": "libnuma1",

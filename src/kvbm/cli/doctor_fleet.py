@@ -21,7 +21,7 @@ from kvbm.fleet.directory import Peer, split_address
 from kvbm.fleet.etcd import NOT_REACHED_YET, open_etcd_directory
 from kvbm.fleet.named import certificates, fleet_name, node_name
 from kvbm.fleet.static import StaticDirectory
-from kvbm.fleet.tls import certified, lending_context, reading_context
+from kvbm.fleet.tls import CERTIFICATES_PAGE, certified, lending_context, reading_context
 from kvbm.layout import BlockLayout
 from kvbm.manager.peer_server import listening
 from kvbm.settings import Settings, variable
@@ -79,7 +79,7 @@ def _check_certificates(settings: Settings, wall: Callable[[], float]) -> Check:
     left_days = (ssl.cert_time_to_seconds(until) - wall()) / _DAY_S
     found = f"node {node!r} of fleet {fleet!r}, until {until}"
     if left_days < SOON_DAYS:
-        renew = "make it anew: `kvbm fleet cert … --renew`"
+        renew = f"renew it ({CERTIFICATES_PAGE})"
         return advice(name, f"{found}: {left_days:.0f} days", renew, left_days=left_days)
     return ok(name, found, left_days=left_days)
 

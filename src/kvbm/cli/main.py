@@ -26,7 +26,6 @@ COMMANDS: dict[str, str] = {
     "prefetch": "Bring the blocks of a prompt or a session from disk into host memory.",
     "top": "Watch a running manager: tiers, flows, prefixes, engines, and what would help.",
     "web": "Serve the same as a web page, and an admin API, on this machine.",
-    "fleet": "Make certificates for nodes that read blocks out of each other's memory.",
     "disk": "Look after the directories of disk tiers: list, verify, clear.",
     "remote": "Look after the store that managers share: show, collect, clear.",
     "record": "Record the requests to a running manager as a trace.",

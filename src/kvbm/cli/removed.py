@@ -20,6 +20,7 @@ _STORE_OPTIONS = (
 _ROUTER = "`kvbm scale --router kv` has Dynamo's defaults: weight 1, temperature 0"
 
 REMOVED: dict[str, str] = {
+    "kvbm fleet": "make certificates with openssl or cert-manager (docs/operating/fleet.md#certificates)",
     "kvbm inspect events --tokens": "`kvbm inspect events` prints the events; `kvbm why --prompt-file` says how far "
     "a prompt matches",
     **{f"kvbm {command} --tokenizer": _TOKENS for command in ("pin", "unpin", "prefetch", "why")},

@@ -9,15 +9,14 @@ from pathlib import Path
 
 from kvbm.clock import Clock
 from kvbm.errors import SettingsError
-from kvbm.fleet.certificates import node_files
 from kvbm.fleet.directory import refuse_name
-from kvbm.fleet.tls import TlsFiles, ending
+from kvbm.fleet.tls import CERTIFICATES_PAGE, TlsFiles, ending, node_files
 from kvbm.settings import Settings, variable
 
 log = logging.getLogger("kvbm.fleet")
 
 DEFAULT_FLEET = "kvbm"
-"""As `kvbm fleet cert` names one that nobody named."""
+"""The name of a fleet where the settings have certificates and no name, as for engines over several nodes."""
 
 
 def node_name(settings: Settings) -> str:
@@ -46,7 +45,7 @@ def certificates(settings: Settings, wall: Clock = time.time) -> TlsFiles | None
     for path in files:
         if not path.is_file():
             raise SettingsError(
-                variable("fleet_certs"), where, f"a directory with {path.name} (kvbm fleet cert makes it)"
+                variable("fleet_certs"), where, f"a directory with {path.name} ({CERTIFICATES_PAGE})"
             )
     if line := ending(files, wall()):
         log.warning("%s", line)

@@ -15,6 +15,8 @@ from kvbm.errors import KvbmError, SettingsError
 from kvbm.settings import variable
 
 SCHEME = "kvbm"
+CERTIFICATES_PAGE = "docs/operating/fleet.md#certificates"
+"""The commands that make an authority and the certificates of nodes."""
 WARN_S = 30 * 86400.0
 """A certificate that ends sooner has a line at each start."""
 
@@ -27,15 +29,16 @@ class TlsFiles(NamedTuple):
     key: Path
 
 
+def node_files(directory: Path, node: str) -> TlsFiles:
+    """The files of a node in the directory that `fleet_certs` names."""
+    return TlsFiles(directory / "ca.pem", directory / f"{node}.pem", directory / f"{node}.key")
+
+
 class Identity(NamedTuple):
-    """Whom a certificate names."""
+    """The fleet and the node that a certificate names."""
 
     fleet: str
     node: str
-
-    @property
-    def uri(self) -> str:
-        return f"{SCHEME}://{self.fleet}/{self.node}"
 
 
 class UnknownCertificate(KvbmError):
@@ -91,11 +94,11 @@ def ending(files: TlsFiles, now_s: float) -> str:
     if left_s > WARN_S:
         return ""
     when = f"ended on {ends:%Y-%m-%d}" if left_s <= 0 else f"ends on {ends:%Y-%m-%d}"
-    return f"the certificate {files.certificate} {when}: renew it (kvbm fleet cert --renew), and start this again"
+    return f"the certificate {files.certificate} {when}: renew it ({CERTIFICATES_PAGE}), and start this again"
 
 
 def _accepted(error: Exception) -> str:
-    return f"PEM files that `kvbm fleet cert` wrote are expected ({error})"
+    return f"the PEM files of {CERTIFICATES_PAGE} are expected ({error})"
 
 
 def certified(connection: socket.socket, fleet: str) -> Identity:
@@ -114,5 +117,5 @@ def certified(connection: socket.socket, fleet: str) -> Identity:
                 )
             return Identity(named_fleet, node)
     raise UnknownCertificate(
-        "its certificate names no node of a fleet (`kvbm fleet cert` makes one that does)"
+        f"its certificate names no node of a fleet by a URI {SCHEME}://FLEET/NODE ({CERTIFICATES_PAGE})"
     )

@@ -169,8 +169,8 @@ def _listening(field: str, listen: str, anywhere: bool) -> socket.socket:
         raise SettingsError(
             field,
             listen,
-            "without certificates (`kvbm fleet cert`) a loopback or private address, because anybody who can connect "
-            f"can lease and reserve blocks; {variable('fleet_plain')}=1 allows any",
+            f"without certificates ({variable('fleet_certs')}) a loopback or private address, because anybody who can "
+            f"connect can lease and reserve blocks; {variable('fleet_plain')}=1 allows any",
         )
     listener = socket.socket(family, socket.SOCK_STREAM)
     with contextlib.ExitStack() as undo:

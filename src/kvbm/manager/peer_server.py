@@ -157,8 +157,8 @@ def listening(field: str, listen: str, host: str, port: int, plain_everywhere: b
             field,
             listen,
             "without TLS a loopback or private address, because anybody who can connect can read blocks; "
-            f"give it certificates ({variable('fleet_certs')}; `kvbm fleet cert` makes them), or allow plain "
-            f"connections from anywhere ({variable('fleet_plain')}=1)",
+            f"give it certificates ({variable('fleet_certs')}), or allow plain connections from anywhere "
+            f"({variable('fleet_plain')}=1)",
         )
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

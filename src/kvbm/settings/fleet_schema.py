@@ -76,8 +76,8 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     fleet_certs: Annotated[
         str | None,
         Setting("DYN_KVBM_FLEET_CERTS", "--fleet-certs", Kind.PATH, metavar="DIR", ours=True, reader="both"),
-        "directory with this node's certificate as `kvbm fleet cert` makes it: both ends show one. Unset, blocks cross "
-        "the network as they are, on private addresses only",
+        "directory with `ca.pem`, `NODE.pem` and `NODE.key`: the authority, and this node's certificate and key. Both "
+        "ends show one. Unset, blocks cross the network unencrypted, on private addresses only",
     ] = None
     fleet_plain: Annotated[
         bool,

@@ -15,9 +15,9 @@ import pytest
 
 from kvbm.cli.doctor_check import Check
 from kvbm.cli.doctor_fleet import check_fleet
-from kvbm.fleet.certificates import make_node
 from kvbm.fleet.tls import lending_context
 from kvbm.settings import Settings
+from rigs.certificates import make_node
 from rigs.manager_probe import free_port
 from rigs.peers import LendingNode
 
@@ -91,7 +91,6 @@ def test_certificates_that_are_not_there() -> None:
     ("days", "made_days_ago", "state"), [(90, 0, "ok"), (20, 0, "advice"), (5, 10, "fault")]
 )
 def test_certificates_are_good_until(tmp_path: Path, days: int, made_days_ago: int, state: str) -> None:
-    pytest.importorskip("cryptography")
     make_node(tmp_path, "reader", days, "f", now_s=NOW_S - made_days_ago * DAY_S)
     check = checks(fleet_certs=str(tmp_path), fleet="f", fleet_peers="127.0.0.1:1")["fleet certificates"]
     assert check.state == state, check
@@ -100,7 +99,6 @@ def test_certificates_are_good_until(tmp_path: Path, days: int, made_days_ago: i
 
 
 def test_certificates_that_do_not_fit(tmp_path: Path) -> None:
-    pytest.importorskip("cryptography")
     for name in ("one", "two"):
         make_node(tmp_path / name, "reader", 90, "f")
     certs = {"fleet_certs": str(tmp_path / "one"), "fleet": "f", "fleet_peers": "127.0.0.1:1"}
@@ -117,9 +115,8 @@ def test_certificates_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_nodes_are_asked_with_the_certificate(tmp_path: Path) -> None:
-    pytest.importorskip("cryptography")
-    files, _, _ = make_node(tmp_path, "lender", 90, "f")
-    make_node(tmp_path, "reader", 90)
+    files = make_node(tmp_path, "lender", 90, "f")
+    make_node(tmp_path, "reader", 90, "f")
     node = LendingNode("lender", fleet="f", tls=lending_context(files))
     try:
         certs = {"fleet_certs": str(tmp_path), "fleet": "f", "fleet_peers": node.address}

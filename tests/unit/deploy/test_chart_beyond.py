@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbm.fleet.certificates import make_node
 from kvbm.fleet.directory import is_private, split_address
 from kvbm.fleet.named import certificates
 from kvbm.settings import Settings, load_settings
 from kvbm.tiers.remote.sealing_keys import keys_from_file
+from rigs.certificates import make_node
 from rigs.checkout import ROOT
 from rigs.kubernetes import CHART, VERSIONS, helm, pod_of, render, validate, yaml
 
@@ -243,7 +243,7 @@ def test_values_that_cannot_work_are_refused(values: dict[str, Any], line: str) 
 def test_the_pages_examples_of_values_work(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "operating" / "kubernetes.md").read_text()
     examples = [yaml.safe_load(each) for each in re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)]
-    assert len(examples) == 3
+    assert len(examples) == 4
     for values in examples:
         settings(tmp_path, **values)
         for resource in render(**values).values():

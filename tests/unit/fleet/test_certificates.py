@@ -1,93 +1,79 @@
-"""`kvbm fleet cert`: one authority, certificates that name fleet and node, and nothing overwritten by accident."""
+"""Certificates of a fleet: the page's commands make them, they name fleet and node, and one that ends soon is named."""
 
 from __future__ import annotations
 
+import re
 import stat
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from kvbm.cli.fleet import app
+from kvbm.cli.doctor_fleet import shown_to_itself
 from kvbm.errors import SettingsError
-from kvbm.fleet.certificates import make_node
 from kvbm.fleet.named import certificates
-from kvbm.fleet.tls import TlsFiles, ending, lending_context, reading_context
+from kvbm.fleet.tls import (
+    CERTIFICATES_PAGE,
+    TlsFiles,
+    UnknownCertificate,
+    ending,
+    lending_context,
+    node_files,
+    reading_context,
+)
 from kvbm.settings import Settings
+from rigs.certificates import make_node
+from rigs.checkout import ROOT
+from rigs.system_packages import require
 
-x509 = pytest.importorskip("cryptography.x509", reason="certificates are made with the package cryptography")
+PAGE = ROOT / CERTIFICATES_PAGE.partition("#")[0]
 
 
-def test_the_command_makes_an_authority_once(tmp_path: Path) -> None:
-    directory = tmp_path / "new" / "certificates"
-    runner = CliRunner()
-    first = runner.invoke(app, ["cert", str(directory), "--node", "node-1", "--fleet", "lab", "--days", "7"])
-    assert first.exit_code == 0, first.output
-    assert "a new authority" in first.output
-    authority = (directory / "ca.pem").read_bytes()
-    second = runner.invoke(app, ["cert", str(directory), "--node", "node-2"])
-    assert second.exit_code == 0, second.output
-    assert "Node node-2 of the fleet lab, signed by the authority that is there" in second.output
-    assert (directory / "ca.pem").read_bytes() == authority
-    for key in directory.glob("*.key"):
-        assert stat.S_IMODE(key.stat().st_mode) == 0o600
+def section() -> str:
+    """What the page says of certificates."""
+    heading = CERTIFICATES_PAGE.partition("#")[2].capitalize()
+    return PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="a source distribution has no docs")
+def test_the_pages_commands_make_certificates_and_renew_one(tmp_path: Path) -> None:
+    require("openssl")
+    first, each = re.findall(r"```bash\n(.*?)```", section(), flags=re.DOTALL)
+    directory = tmp_path / "certificates"
+    for commands, where in ((first, tmp_path), (each, directory)):
+        subprocess.run(["bash", "-euc", commands], cwd=where, check=True, capture_output=True, timeout=60)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    assert sorted(path.name for path in directory.iterdir()) == [
-        *("ca.key", "ca.pem", "node-1.key", "node-1.pem", "node-2.key", "node-2.pem")
-    ]
-    certificate = x509.load_pem_x509_certificate((directory / "node-2.pem").read_bytes())
-    certificate.verify_directly_issued_by(x509.load_pem_x509_certificate(authority))
-    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert names.get_values_for_type(x509.UniformResourceIdentifier) == ["kvbm://lab/node-2"]
-
-
-def test_nothing_is_overwritten_by_accident(tmp_path: Path) -> None:
-    make_node(tmp_path, "a", 30, "lab")
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(SettingsError, match="--renew replaces it"):
-        make_node(tmp_path, "a", 30)
-    with pytest.raises(SettingsError, match="is that of 'lab'"):
-        make_node(tmp_path, "b", 30, "other")
-    with pytest.raises(SettingsError, match="another name"):
-        make_node(tmp_path, "ca", 30)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-    make_node(tmp_path, "a", 30, renew=True)
-    after = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    assert {path.name for path in after if after[path] != before[path]} == {"a.pem", "a.key"}
-
-
-@pytest.mark.parametrize("half", ["ca.pem", "ca.key"])
-def test_half_an_authority_is_left_alone(tmp_path: Path, half: str) -> None:
-    (tmp_path / half).write_text("mine")
-    with pytest.raises(SettingsError, match="is not overwritten"):
-        make_node(tmp_path, "a", 30)
-    assert [path.name for path in tmp_path.iterdir()] == [half]
-    assert (tmp_path / half).read_text() == "mine"
-
-
-def test_an_authority_that_cannot_be_read_is_named_without_its_key(tmp_path: Path) -> None:
-    (tmp_path / "ca.pem").write_text("none")
-    (tmp_path / "ca.key").write_text("SECRET")
-    with pytest.raises(SettingsError, match="cannot be read as PEM") as caught:
-        make_node(tmp_path, "a", 30)
-    assert "SECRET" not in str(caught.value)
+    assert {stat.S_IMODE(key.stat().st_mode) for key in directory.glob("*.key")} == {0o600}
+    for node in ("node-1", "node-2"):
+        files = certificates(Settings(fleet="llama", fleet_node=node, fleet_certs=str(directory)))
+        assert files is not None
+        assert shown_to_itself(lending_context(files), reading_context(files), "llama")[0] == node
+        pytest.importorskip("cryptography")
+        assert ending(files, time.time() + 334 * DAY_S) == "" != ending(files, time.time() + 336 * DAY_S)
+    old = node_files(directory, "node-1")
+    lends = lending_context(old)
+    subprocess.run(
+        ["bash", "-euc", each.replace("node-1 node-2", "node-2")],
+        cwd=directory,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    renewed = reading_context(node_files(directory, "node-2"))
+    assert shown_to_itself(lends, renewed, "llama")[0] == "node-1", "old and renewed ones accept each other"
 
 
 @pytest.mark.parametrize(
-    ("node", "days", "fleet"),
-    [("a/b", 1, None), ("", 1, None), ("a", 0, None), ("a", 1, "b c"), ("a" * 65, 1, None)],
+    "uris",
+    [(), ("https://lab/a",), ("kvbm://lab",), ("kvbm://lab/",)],
+    ids=["none", "another", "no node", "empty"],
 )
-def test_names_and_days_are_bounded(tmp_path: Path, node: str, days: int, fleet: str | None) -> None:
-    with pytest.raises(SettingsError, match="--"):
-        make_node(tmp_path / "x", node, days, fleet)
-    assert not (tmp_path / "x").exists()
-
-
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cryptography", None)
-    with pytest.raises(SettingsError, match=r"pip install 'openkvbm\[fleet\]'"):
-        make_node(tmp_path, "a", 30)
+def test_a_certificate_that_names_no_node_is_refused(tmp_path: Path, uris: tuple[str, ...]) -> None:
+    files = make_node(tmp_path, "a", 30, "lab", uris=uris)
+    with pytest.raises(UnknownCertificate, match=r"names no node of a fleet by a URI kvbm://FLEET/NODE"):
+        shown_to_itself(lending_context(files), reading_context(files), "lab")
 
 
 DAY_S = 86400.0
@@ -107,21 +93,21 @@ MADE_S = 1_800_000_000.0  # 2027-01-15
 def test_a_certificate_that_ends_soon_has_a_line_at_the_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, days_later: float, said: str
 ) -> None:
-    make_node(tmp_path, "a", 365, now_s=MADE_S)
+    make_node(tmp_path, "a", 365, "lab", now_s=MADE_S)
     settings = Settings(fleet_certs=str(tmp_path), fleet_node="a")
     files = certificates(settings, lambda: MADE_S + days_later * DAY_S)
     assert files is not None
     lines = [
-        f"the certificate {files.certificate} {said}: renew it (kvbm fleet cert --renew), and start this again"
+        f"the certificate {files.certificate} {said}: renew it ({CERTIFICATES_PAGE}), and start this again"
     ]
     assert [record.getMessage() for record in caplog.records] == (lines if said else [])
 
 
 def test_renewing_ends_the_line(tmp_path: Path) -> None:
     late_s = MADE_S + 364 * DAY_S
-    files = make_node(tmp_path, "a", 365, now_s=MADE_S)[0]
+    files = make_node(tmp_path, "a", 365, "lab", now_s=MADE_S)
     assert ending(files, late_s)
-    make_node(tmp_path, "a", 365, renew=True, now_s=late_s)
+    make_node(tmp_path, "a", 365, "lab", now_s=late_s)
     assert ending(files, late_s) == ""
 
 
@@ -129,7 +115,7 @@ def test_renewing_ends_the_line(tmp_path: Path) -> None:
 def test_who_cannot_tell_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
-    files = make_node(tmp_path, "a", 365, now_s=MADE_S)[0]
+    files = make_node(tmp_path, "a", 365, "lab", now_s=MADE_S)
     late_s = MADE_S + 400 * DAY_S
     monkeypatch.setitem(sys.modules, "cryptography", None)
     assert ending(files, late_s) == ""
@@ -140,7 +126,7 @@ def test_who_cannot_tell_says_nothing(
 
 
 def test_files_that_are_none_are_named(tmp_path: Path) -> None:
-    files = make_node(tmp_path, "a", 30)[0]
+    files = make_node(tmp_path, "a", 30, "lab")
     missing = TlsFiles(tmp_path / "no.pem", files.certificate, files.key)
     with pytest.raises(SettingsError, match=r"^DYN_KVBM_FLEET_CERTS=.*no\.pem"):
         reading_context(missing)

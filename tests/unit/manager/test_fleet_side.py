@@ -10,7 +10,6 @@ import pytest
 
 from kvbm.clock import monotonic
 from kvbm.errors import SettingsError
-from kvbm.fleet.certificates import make_node
 from kvbm.fleet.directory import Peer
 from kvbm.fleet.static import StaticDirectory
 from kvbm.manager import fleet_side
@@ -18,6 +17,7 @@ from kvbm.manager.fleet_side import FleetSide
 from kvbm.settings import Settings
 from kvbm.tiers.peers.connecting import connect
 from kvbm.tiers.peers.options import PeerOptions
+from rigs.certificates import make_node
 from rigs.manager_probe import free_port
 
 PEERS = "127.0.0.1:7400,127.0.0.1:7401"
@@ -77,7 +77,7 @@ def test_a_node_is_registered_where_others_reach_it(
         ({"fleet_peers": PEERS, "fleet": "a b"}, "DYN_KVBM_FLEET="),
         ({"fleet_peers": PEERS, "fleet_node": "a/b"}, "DYN_KVBM_FLEET_NODE"),
         ({"fleet_etcd": "http://e:2379", "fleet_listen": "0.0.0.0:7400"}, "DYN_KVBM_FLEET_ADDRESS"),
-        ({"fleet_peers": PEERS, "fleet_certs": "/nowhere"}, "kvbm fleet cert"),
+        ({"fleet_peers": PEERS, "fleet_certs": "/nowhere"}, "DYN_KVBM_FLEET_CERTS='/nowhere'"),
     ],
 )
 def test_what_cannot_be_used_is_named(
@@ -108,7 +108,6 @@ def test_it_asks_for_a_mover_by_what_the_settings_say(
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(fleet_side, "open_mover", lambda *words: asked.append(words))
     if certified:
-        pytest.importorskip("cryptography")
         make_node(tmp_path, "n", 30, "f")
         settings = {"fleet_certs": str(tmp_path)}
     side(fleet_peers=PEERS, fleet_transport="nixl", **settings)
