@@ -24,8 +24,8 @@ from benchmarks import disk_runs
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.present.tables import console, plain_table, save_json
-from kvbm.settings import Settings
 from kvbm.tiers.contract import Completion
+from kvbm.tiers.disk.threads import IO_THREADS
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 from kvbm.tiers.host import HostArena
 
@@ -110,7 +110,7 @@ def main() -> int:
     parser.add_argument(
         "--directory", type=Path, help="where the disk to measure is mounted; default: --output"
     )
-    parser.add_argument("--threads", type=int, default=Settings().disk_io_threads)
+    parser.add_argument("--threads", type=int, default=IO_THREADS)
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     layout = BlockLayout(block_tokens=128, shard_bytes=BLOCK_BYTES)

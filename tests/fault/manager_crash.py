@@ -84,7 +84,6 @@ class ManagerProcess:
             "--host-blocks": HOST_BLOCKS,
             "--disk-blocks": DISK_BLOCKS,
             "--disk-dir": directory / "cache",
-            "--disk-io-threads": chance.choice((1, 2, 4)),
             "--max-concurrent-transfers": chance.choice((1, 2, 4)),
             "--max-transfer-batch-size": chance.choice((2, 8)),
         }

@@ -53,7 +53,6 @@ WITH = {
 }
 """Options that are tried with other words than those."""
 ANY_TEXT = {
-    ("manager", "--admin-token-file"),
     ("manager", "--remote-key-file"),
     ("manager", "--remote-key-command"),
     ("manager", "--fleet-certs"),
@@ -65,7 +64,6 @@ SAID = {
     "--config": "settings file",
     "--runtime-dir": "DYN_KVBM_RUNTIME_DIR",
     "--metrics-host": "DYN_KVBM_METRICS_HOST",
-    "--admin-token-file": "DYN_KVBM_ADMIN_TOKEN_FILE",
     "--disk-dir": "DYN_KVBM_DISK_CACHE_DIR",
     "--disk-admission": "DYN_KVBM_DISK_ADMISSION",
     "--remote-admission": "DYN_KVBM_REMOTE_ADMISSION",

@@ -17,7 +17,7 @@ from kvbm.runtime_dir import make_own_dir, make_runtime_dir, open_lock, read_pri
 from kvbm.settings import variable
 
 DEFAULT_ADDRESS = "127.0.0.1:6881"
-FIELD, TOKEN_FIELD = variable("admin_http"), variable("admin_token_file")
+FIELD, TOKEN_FIELD = variable("admin_http"), "admin token"
 TOKEN_NAME = "admin.token"
 UNIX = "unix:"
 PORTS_MAX = 16
@@ -71,20 +71,18 @@ def url_of(listener: socket.socket) -> str:
     )
 
 
-def token_path(named: str | None, runtime_dir: str) -> str:
-    """The file of the token: the one that the operator named, or ours."""
-    return named or os.path.join(runtime_dir, TOKEN_NAME)
+def token_path(runtime_dir: str) -> str:
+    """The file of the token."""
+    return os.path.join(runtime_dir, TOKEN_NAME)
 
 
-def admin_token(named: str | None, runtime_dir: str) -> str:
+def admin_token(runtime_dir: str) -> str:
     """The token. It is made when it is first asked for, and kept in its file, 0600, so that it is the same for all
-    managers and after a restart; a file that the operator names must be there.
+    managers and after a restart. One that an operator wrote there is used.
 
     Raises SettingsError in one line.
     """
-    path = token_path(named, runtime_dir)
-    if named:
-        return _read_token(path)
+    path = token_path(runtime_dir)
     make_runtime_dir(runtime_dir)
     try:
         lock_fd = open_lock(path + ".lock")

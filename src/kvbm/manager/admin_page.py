@@ -40,13 +40,11 @@ def admin_page(settings: Settings, socket_path: str, private: bool) -> Iterator[
 
 def _opened(settings: Settings, private: bool, ends: contextlib.ExitStack) -> socket.socket | None:
     """The socket of the page, or None without one. Raises SettingsError."""
-    if settings.admin_token_file:  # one that cannot be used is told, also while there is no page
-        admin_token(settings.admin_token_file, settings.runtime_dir)
     if settings.admin_http is None:
         return None
     listener = ends.enter_context(listening(settings.admin_http, PORTS_MAX if private else 1))
     if not url_of(listener).startswith(UNIX):
-        admin_token(settings.admin_token_file, settings.runtime_dir)
+        admin_token(settings.runtime_dir)
     return listener
 
 
@@ -65,5 +63,5 @@ def _start(settings: Settings, socket_path: str, listener: socket.socket, ends: 
     )
     ends.callback(page.end)
     page.start()
-    url, file = url_of(listener), token_path(settings.admin_token_file, settings.runtime_dir)
+    url, file = url_of(listener), token_path(settings.runtime_dir)
     log.info("admin page at %s%s", url, "" if url.startswith(UNIX) else f"; its token is in {file}")

@@ -259,7 +259,6 @@ class SpaceTable:
             namespace,
             capacity_bytes=size,
             capacity_blocks=blocks,
-            io_threads=settings.disk_io_threads,
             o_direct=settings.disk_o_direct,
             zerofill_fallback=settings.disk_zerofill_fallback,
             persist=settings.disk_persist and not namespace.ephemeral,

@@ -14,7 +14,7 @@ from kvbm.fleet.named import certificates, fleet_name, node_name
 from kvbm.fleet.static import StaticDirectory
 from kvbm.fleet.tls import lending_context, reading_context
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.manager.lending import Lending, LendOptions
+from kvbm.manager.lending import Lending
 from kvbm.manager.peer_server import PeerServer
 from kvbm.manager.space import Space
 from kvbm.settings import Settings, variable
@@ -71,7 +71,7 @@ class FleetSide:
         if not settings.fleet_listen or not settings.fleet:
             log.warning("this manager lends nothing: %s is not set", variable("fleet_listen"))
             return None
-        lending = Lending(spaces, self._clock, LendOptions(share=settings.fleet_share))
+        lending = Lending(spaces, self._clock)
         try:
             self.server = PeerServer(
                 settings.fleet_listen,

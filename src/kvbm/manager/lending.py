@@ -51,7 +51,11 @@ PARTS_OUT_MAX = 2
 
 class LendOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`share` of host memory is leased to readers at most, in parts of at most `part_bytes` or one block, for at most
-    `lease_s`."""
+    `lease_s`.
+
+    What is leased cannot be evicted: a twentieth leaves host memory to the node's own engines, and with parts of 8 MiB
+    it is enough for many readers at once.
+    """
 
     share: float = 0.05
     part_bytes: int = 8 << 20

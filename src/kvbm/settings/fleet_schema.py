@@ -90,8 +90,3 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
         "how blocks come from other nodes: `tcp`, over the connection, or `nixl`, by NIXL (RDMA), which does not "
         "encrypt. `auto` is `nixl` where NIXL is installed, there is an RDMA device, and `fleet_certs` is not set",
     ] = "auto"
-    fleet_share: Annotated[
-        float,
-        Setting("DYN_KVBM_FLEET_SHARE", "--fleet-share", ours=True, needs="fleet"),
-        "part of host memory that readers on other nodes may hold at a time",
-    ] = 0.05

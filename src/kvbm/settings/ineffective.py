@@ -55,7 +55,15 @@ class RemovedSetting(msgspec.Struct, frozen=True):
     instead: str
 
 
-REMOVED: tuple[RemovedSetting, ...] = ()
+REMOVED: tuple[RemovedSetting, ...] = (
+    RemovedSetting("DYN_KVBM_DISK_IO_THREADS", "disk_io_threads", "eight threads read and write a disk tier"),
+    RemovedSetting(
+        "DYN_KVBM_ADMIN_TOKEN_FILE",
+        "admin_token_file",
+        "write the token to admin.token in the runtime directory",
+    ),
+    RemovedSetting("DYN_KVBM_FLEET_SHARE", "fleet_share", "readers hold at most a twentieth of host memory"),
+)
 """Accepted and ignored, with a warning that names the substitute."""
 
 

@@ -122,13 +122,6 @@ class Settings(RemoteSettings, frozen=True, kw_only=True):
         "memory is about to evict it (eviction: fewer writes, but a manager that is killed loses the blocks it "
         "had not written)",
     ] = "through"
-    disk_io_threads: Annotated[
-        int,
-        Setting(
-            "DYN_KVBM_DISK_IO_THREADS", "--disk-io-threads", minimum=1, maximum=256, ours=True, needs="disk"
-        ),
-        "threads that read and write the disk tier",
-    ] = 8
     eviction: Annotated[
         str,
         Setting("DYN_KVBM_EVICTION", "--eviction", metavar="POLICY", ours=True),
@@ -143,7 +136,7 @@ class Settings(RemoteSettings, frozen=True, kw_only=True):
     onboard: Annotated[
         Literal["measured", "always"],
         Setting("DYN_KVBM_ONBOARD", ours=True, reader="engine"),
-        "when a hit is loaded: while loading is measured to be faster than computing, or always (for tests)",
+        "when a hit is loaded: while loading is measured to be faster than computing, or always, as the original does",
     ] = "measured"
     onboard_mode: Annotated[
         Literal["auto", "async", "layerwise"],
@@ -242,18 +235,6 @@ class Settings(RemoteSettings, frozen=True, kw_only=True):
         Setting("DYN_KVBM_ADMIN_HTTP", "--admin-http", Kind.LISTEN, metavar="ADDRESS", ours=True),
         "address of the web page and the admin API: 127.0.0.1:6881, or unix:PATH; only programs of this machine "
         "reach it. Unset is off; an engine's own manager takes the next free port",
-    ] = None
-    admin_token_file: Annotated[
-        str | None,
-        Setting(
-            "DYN_KVBM_ADMIN_TOKEN_FILE",
-            "--admin-token-file",
-            Kind.PATH,
-            metavar="FILE",
-            default_text="`admin.token` in the runtime directory",
-            ours=True,
-        ),
-        "file with the token of the web page and the admin API; unset, it is made when it is first needed, and kept",
     ] = None
     events_endpoint: Annotated[
         str | None,

@@ -316,13 +316,12 @@ def test_a_unix_socket_that_nobody_listens_at_any_more_is_replaced(tmp_path: Pat
 def test_an_engines_own_manager_does_without_rather_than_not_to_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = Settings(
-        runtime_dir=str(tmp_path), admin_http="127.0.0.1:0", admin_token_file=str(tmp_path / "no")
-    )
+    (tmp_path / "admin.token").write_text("short")
+    settings = Settings(runtime_dir=str(tmp_path), admin_http="127.0.0.1:0")
     with caplog.at_level(logging.WARNING), admin_page(settings, "m.sock", private=True) as start:
         start()
-    assert "no admin page: DYN_KVBM_ADMIN_TOKEN_FILE=" in caplog.text
-    with pytest.raises(SettingsError, match=r"^DYN_KVBM_ADMIN_TOKEN_FILE="):
+    assert "no admin page: admin token=" in caplog.text
+    with pytest.raises(SettingsError, match=r"^admin token="):
         with admin_page(settings, "m.sock", private=False):
             pass
 
@@ -340,7 +339,7 @@ def test_engines_managers_beside_one_another_have_ports_of_their_own(
             start()
             web = Web(int(caplog.text.partition("http://127.0.0.1:")[2].partition("/")[0]))
             assert port < web.port < port + 16
-            web.token = admin_token(None, str(tmp_path))
+            web.token = admin_token(str(tmp_path))
             (manager,) = web.document("/api/status")["managers"]
             assert "no manager at" in manager["faults"][0]
 
@@ -357,12 +356,12 @@ def test_a_child_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_the_token_is_made_once_and_kept(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    token = admin_token(None, str(run))
-    assert admin_token(None, str(run)) == token
+    token = admin_token(str(run))
+    assert admin_token(str(run)) == token
     (run / "admin.token").unlink()
-    assert admin_token(None, str(run)) != token
+    assert admin_token(str(run)) != token
     (run / "admin.token").unlink()
     (run / "admin.token").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(SettingsError, match=r"^DYN_KVBM_ADMIN_TOKEN_FILE="):
-        admin_token(None, str(run))
+    with pytest.raises(SettingsError, match=r"^admin token="):
+        admin_token(str(run))
     assert not (tmp_path / "elsewhere").exists()

@@ -53,7 +53,7 @@ ALL = {
     "settings": {
         "disk_write": "eviction",
         "salt_share": 0.25,
-        "disk_io_threads": 8,
+        "max_concurrent_transfers": 8,
         "disk_unowned_bytes": 3_000_000_000_000,
         "huge_pages": False,
         "peer_uids": "0,2000",
@@ -168,7 +168,7 @@ def test_every_setting_is_one_that_the_manager_reads(values: dict[str, Any], tmp
 def test_values_arrive_as_they_were_written(tmp_path: Path) -> None:
     loaded = settings(tmp_path, **ALL)
     assert (loaded.host_bytes, loaded.disk_bytes) == (20 * GB, 1500.5 * GB)
-    assert (loaded.disk_write, loaded.salt_share, loaded.disk_io_threads) == ("eviction", 0.25, 8)
+    assert (loaded.disk_write, loaded.salt_share, loaded.max_concurrent_transfers) == ("eviction", 0.25, 8)
     assert (loaded.disk_unowned_bytes, loaded.huge_pages, loaded.peer_uids) == (3000 * GB, False, (0, 2000))
     assert (loaded.metrics, loaded.metrics_port, loaded.events_endpoint) == (True, 7000, "tcp://*:5557")
 

@@ -122,14 +122,6 @@ def test_an_engines_own_manager_does_without_an_address_that_is_taken(side: Call
         side(**address).lend((), private=False)
 
 
-def test_readers_may_hold_a_share_of_host_memory(side: Callable[..., FleetSide]) -> None:
-    lending = side(fleet_peers=PEERS, fleet_listen=f"127.0.0.1:{free_port()}", fleet_share=0.25).lend(
-        (), private=False
-    )
-    assert lending is not None
-    assert lending.options.share == 0.25
-
-
 def test_an_address_may_stand_in_brackets_whatever_it_is(side: Callable[..., FleetSide]) -> None:
     """As the Helm chart writes it, which does not know whether pods have IPv6."""
     port = free_port()

@@ -104,7 +104,6 @@ def test_what_is_set_of_a_disk_tier_that_is_not_there_is_named_in_one_line():
     host = {"DYN_KVBM_CPU_CACHE_GB": "4"}
     disk = {
         "DYN_KVBM_DISK_CACHE_DIR": "/mnt/nvme",
-        "DYN_KVBM_DISK_IO_THREADS": "4",
         "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "true",
         "DYN_KVBM_DISK_ZEROFILL_FALLBACK": "false",
         "DYN_KVBM_DISK_WRITE_BUDGET_GB": "0",
@@ -114,7 +113,7 @@ def test_what_is_set_of_a_disk_tier_that_is_not_there_is_named_in_one_line():
     assert said({**host, **disk}) == [
         (
             "no effect without a disk tier (DYN_KVBM_DISK_CACHE_GB): DYN_KVBM_DISK_CACHE_DIR, "
-            "DYN_KVBM_DISK_UNOWNED_GB, DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER, DYN_KVBM_DISK_IO_THREADS, "
+            "DYN_KVBM_DISK_UNOWNED_GB, DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER, "
             "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE"
         )
     ]

@@ -8,7 +8,6 @@ import pytest
 
 from kvbm.library.block_manager import BlockManager
 from kvbm.settings import Settings, parse_size
-from kvbm.tiers.disk.tier import open_disk_tier
 from rigs.checkout import ROOT
 
 PAGE = ROOT / "docs/decisions/0020-defaults.md"
@@ -53,10 +52,6 @@ def test_defaults_of_library_and_manager_agree_but_for_what_the_page_explains():
     for argument, called in DIFFERENT.items():
         (row,) = [row for row in rows if row.startswith(f"| {called} |")]
         assert str(library[argument]).replace("GB", " GB") in row.split("|")[3]
-
-
-def test_the_disk_tier_has_as_many_threads_with_either():
-    assert defaults(open_disk_tier)["io_threads"] == Settings().disk_io_threads
 
 
 def test_a_default_that_differs_is_found():

@@ -41,7 +41,7 @@ log = logging.getLogger("kvbm.web")
 def make_listener(settings: Settings, listener: socket.socket) -> Listener:
     """The server behind a socket that listens already. Raises SettingsError for a token that cannot be had."""
     secret = "" if listener.family == socket.AF_UNIX else _token(settings)
-    file = token_path(settings.admin_token_file, settings.runtime_dir)
+    file = token_path(settings.runtime_dir)
     site = Site(ManagerGate(settings, monotonic), Token(secret), file, monotonic)
     return Listener(listener, site.answer)
 
@@ -90,7 +90,7 @@ def _of_manager(settings: Settings, path: str) -> Settings:
 
 
 def _token(settings: Settings) -> str:
-    return admin_token(settings.admin_token_file, settings.runtime_dir)
+    return admin_token(settings.runtime_dir)
 
 
 def _stop_at_end_of_input(server: Listener) -> None:

@@ -19,6 +19,10 @@ from kvbm.block import BlockKey, SlotIndex
 from kvbm.tiers.contract import BlockHead, Completion
 from kvbm.tiers.disk.block_io import Buffer
 
+IO_THREADS = 8
+"""Threads that read and write a tier, each a run of blocks at a time: eight requests of some MiB in flight keep an NVMe
+disk busy. `python -m benchmarks.disk --threads` compares."""
+
 
 class LoadJob(msgspec.Struct):
     """Blocks to read from the slots from `slot` on; `is_run`: submitted as a run, and completed as one."""

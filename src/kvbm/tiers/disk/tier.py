@@ -32,7 +32,7 @@ from kvbm.tiers.disk.medium import DiskMedium, DiskOptions
 from kvbm.tiers.disk.opening import open_medium, plan
 from kvbm.tiers.disk.room import NoRoom
 from kvbm.tiers.disk.syscalls import VECTOR_BUFFERS_MAX, Syscalls
-from kvbm.tiers.disk.threads import IoThreads, Job, LoadJob, StoreJob
+from kvbm.tiers.disk.threads import IO_THREADS, IoThreads, Job, LoadJob, StoreJob
 
 log = logging.getLogger("kvbm.tiers.disk.tier")
 
@@ -53,7 +53,7 @@ def open_disk_tier(
     *,
     capacity_bytes: int | None = None,
     capacity_blocks: int | None = None,
-    io_threads: int = 8,
+    io_threads: int = IO_THREADS,
     pending_limit: int = PENDING_LIMIT,
     o_direct: bool = True,
     zerofill_fallback: bool = False,
