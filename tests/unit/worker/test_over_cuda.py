@@ -123,9 +123,9 @@ def test_an_engine_is_never_held_up_by_a_copy_that_never_ends(device: TorchCuda)
         rank.close()
 
 
-@pytest.mark.swallows("^DeviceLost: ", sometimes=True)  # not where the engine is told first and no copy is open
+@pytest.mark.swallows("^DeviceLost: ", sometimes=True)
 def test_a_device_that_is_lost(device: TorchCuda, caplog: pytest.LogCaptureFixture) -> None:
-    """The engine's next call says so. All that is open ends, and nothing hangs."""
+    """The engine's next call says so, before or after a copy fails. All that is open ends, and nothing hangs."""
     rank = Rank(device, 0, "batch", STEPS)
 
     def go_on() -> None:
