@@ -227,15 +227,12 @@ ROWS: tuple[Row, ...] = (
             Panel(
                 "Requests",
                 "ops",
-                "Requests a second by kind, as stores bill them, those that failed, and reads that were asked a second "
-                "time because the first answer took unusually long; packs that were touched as they are in use, and "
-                "those found that nobody had told of.",
+                "Requests a second by kind, as stores bill them, and those that failed; packs that were touched as "
+                "they are in use.",
                 (
                     rate("kvbm_remote_requests_total", by=("kind",)),
                     rate("kvbm_remote_errors_total", "{{operation}} failed", ("operation",)),
-                    rate("kvbm_remote_hedged_reads_total", "asked twice"),
                     rate("kvbm_remote_touched_packs_total", "packs touched"),
-                    rate("kvbm_remote_untold_packs_total", "packs untold"),
                 ),
             ),
             Panel(

@@ -102,9 +102,7 @@ def _grown(report: RemoteReport) -> Iterator[tuple[str, dict[str, str], int]]:
     yield "kvbm_remote_errors_total", {"operation": "read"}, report.read_errors
     yield "kvbm_remote_errors_total", {"operation": "write"}, report.write_errors
     yield "kvbm_remote_errors_total", {"operation": "touch"}, report.touch_errors
-    yield "kvbm_remote_hedged_reads_total", {}, report.hedged
     yield "kvbm_remote_touched_packs_total", {}, report.touched
-    yield "kvbm_remote_untold_packs_total", {}, report.untold_packs
 
 
 def _publish_remotes(spaces: Sequence[Space], metrics: Metrics) -> None:

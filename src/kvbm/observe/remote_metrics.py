@@ -51,24 +51,9 @@ REMOTE_METRICS: tuple[Metric, ...] = (
         labels=(_OPERATION, Label("state", BREAKER_STATES)),
     ),
     Metric(
-        name="kvbm_remote_hedged_reads_total",
-        kind=_COUNTER,
-        help="Reads from remote stores that were asked a second time, as the first answer took unusually long",
-        at_zero=True,
-        only_of=REMOTE,
-    ),
-    Metric(
         name="kvbm_remote_touched_packs_total",
         kind=_COUNTER,
         help="Packs of which this manager told a remote store that they are in use",
-        at_zero=True,
-        only_of=REMOTE,
-    ),
-    Metric(
-        name="kvbm_remote_untold_packs_total",
-        kind=_COUNTER,
-        help="Packs that were found in remote stores without having been told of, as those of a node that was killed "
-        "right after it had written them",
         at_zero=True,
         only_of=REMOTE,
     ),

@@ -43,6 +43,8 @@ log = logging.getLogger("kvbm.tiers.remote.tier")
 LEARNED_BLOCKS = 4096
 """Of what was discovered, so many blocks are taken into the catalogue by one `poll`: about 2 ms."""
 CLOSE_LIMIT_S = 3.0
+STORES_A_THREAD = 2
+"""So many stores may be pending for each thread that writes."""
 AS_DEFAULT = RemoteOptions()
 
 
@@ -88,7 +90,7 @@ class BlobTier:
         self._closed = False
         self.pending_limit = options.pending_limit
         # A store pins a pack's slots, and waits behind the others: more than a few would wait for nothing.
-        self._store_limit = min(options.pending_limit, 2 * options.store_threads)
+        self._store_limit = min(options.pending_limit, STORES_A_THREAD * options.store_threads)
         self.load_blocks_max = blocks_of_a_load(layout.block_bytes)
         self.store_blocks_max = _store_blocks_max(store, layout)
         fingerprint = namespace.fingerprint
@@ -99,9 +101,9 @@ class BlobTier:
         self._effects: deque[Effect] = deque()
         writer = f"{jitter.getrandbits(64):016x}"
         self._own_log, self._reader = LogWriter(writer), LogReader(writer)
-        self._loads = Workers("remote-load", options.load_threads, options.load_threads)
-        self._stores = Workers("remote-store", options.store_threads, options.store_threads)
-        self._scanners = Workers("remote-scan", options.scan_threads, 0)
+        self._loads = Workers("remote-load", options.load_threads)
+        self._stores = Workers("remote-store", options.store_threads)
+        self._scanners = Workers("remote-scan", options.scan_threads)
         self._coding = Coding(options.codec, options.element_bytes, clock)
         shared = (part, layout, fingerprint, seal, exchange, health, self._catalogue, self._effects)
         self._loader = Loader(*shared, clock)
@@ -110,11 +112,9 @@ class BlobTier:
             part,
             self._reader,
             self._catalogue.knows,
-            lambda: self._catalogue.forgotten_packs > 0,
             self._queue,
             self._scanners,
             options.catalogue_blocks,
-            options.sweep_period_s,
             clock,
         )
         self.collector = Collector(
@@ -137,9 +137,7 @@ class BlobTier:
             jitter,
         )
         self._storer = Storer(*shared, self._own_log, self._upkeep.touch, self._coding, clock)
-        self._watch = JobWatch(
-            part.place, options, exchange, health, self._loader.run, self._loads, self._stores, clock
-        )
+        self._watch = JobWatch(part.place, options, exchange, health, clock)
         self._upkeep.begin()
 
     # ---- where blocks are
@@ -199,7 +197,8 @@ class BlobTier:
             targets=targets,
             tenant=tenant,
         )
-        self._watch.begin(job, partial(self._loader.run, job), self._loads)
+        self._watch.accept(job)
+        self._loads.run(partial(self._loader.run, job))
         return Outcome.PENDING
 
     def submit_store(
@@ -229,18 +228,26 @@ class BlobTier:
             tenant=tenant,
             tail=tail,
         )
-        self._watch.begin(job, partial(self._storer.run, job), self._stores)
+        self._watch.accept(job)
+        self._stores.run(partial(self._storer.run, job))
         return Outcome.PENDING
 
     @property
     def load_room(self) -> int:
         # A load's deadline begins when it is submitted: it shall not wait for a thread.
         reading = self._exchange.uncollected(LoadJob)
-        return max(0, min(self._room, self._options.load_threads - reading))
+        return max(0, min(self._room, self._free_readers - reading))
 
     @property
     def store_room(self) -> int:
-        return max(0, min(self._room, self._store_limit - self._exchange.uncollected(StoreJob)))
+        writers = self._options.store_threads - self._exchange.count_hanging(StoreJob)
+        limit = min(self._store_limit, STORES_A_THREAD * writers)
+        return max(0, min(self._room, limit - self._exchange.uncollected(StoreJob)))
+
+    @property
+    def _free_readers(self) -> int:
+        """Threads for loads whose request does not hang."""
+        return self._options.load_threads - self._exchange.count_hanging(LoadJob)
 
     @property
     def _room(self) -> int:
@@ -275,7 +282,7 @@ class BlobTier:
     def tick(self) -> None:
         if not self._closed:
             self._watch.expire()
-            self._upkeep.tick()
+            self._upkeep.tick(may_probe=self._free_readers > 0)
 
     def describe(self) -> dict[str, object]:
         health, upkeep = self._health, self._upkeep
@@ -299,15 +306,13 @@ class BlobTier:
             "latency_s": health.latency_s,
             "read_bytes_per_s": reads,
             "write_bytes_per_s": writes,
-            "hedged": health.hedged,
-            "hanging": self._loads.hanging + self._stores.hanging,
+            "hanging": self._exchange.count_hanging(LoadJob) + self._exchange.count_hanging(StoreJob),
             "codec": self._coding.current.name,
             "corrupt_blocks": self._loader.corrupt,
             "deleted_packs": self._loader.deleted,
             "existed": self._storer.existed,
             "touched": upkeep.touched,
             "touch_errors": upkeep.touch_errors,
-            "untold_packs": self._discovery.untold,
             "log": {
                 "writer": self._own_log.writer,
                 "gaps": self._reader.gaps,

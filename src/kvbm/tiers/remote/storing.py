@@ -76,6 +76,8 @@ class Storer:
             record_swallowed(error)
             log.exception("remote tier: a defect in a store")
             self._exchange.retry(job, f"{type(error).__name__}: {error}")
+        finally:
+            self._exchange.end_request(job)
 
     def _run(self, job: StoreJob) -> None:
         if not self._exchange.hold(job):
@@ -84,9 +86,9 @@ class Storer:
             packed = self._packed(job)
         finally:
             wanted = self._exchange.let_go(job)
-        if not wanted:
+        if not wanted or not self._exchange.begin_request(job):
             return
-        begun_s = job.asked_s = self._clock()
+        begun_s = self._clock()
         entry, created = self._put(packed)
         if created:
             in_time = not self._exchange.over(job)
