@@ -105,8 +105,8 @@ class FakeRemote:
         self.stores: list[int] = []
         """The number of blocks of each store that was accepted."""
         self.links: dict[str, int] = {}
-        self.errors = self.touch_errors = 0
-        """What it says of failed reads and of failed touches."""
+        self.errors = self.touch_errors = self.compressed = 0
+        """What it says of failed reads, of failed touches and of compressed packs."""
         self.touched: list[BlockKey] = []
         """The blocks of which it told the store that they are in use."""
         self._by_hand = by_hand
@@ -263,8 +263,8 @@ class FakeRemote:
             "latency_s": self.seconds,
             "touched": len(self.touched),
             "touch_errors": self.touch_errors,
+            "compressed_packs": self.compressed,
             "links": self.links,
-            "codec": "none",
         }
 
     def drain(self, deadline_s: float) -> bool:

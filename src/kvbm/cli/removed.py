@@ -24,6 +24,7 @@ REMOVED: dict[str, str] = {
     "a prompt matches",
     **{f"kvbm {command} --tokenizer": _TOKENS for command in ("pin", "unpin", "prefetch", "why")},
     **{f"kvbm plan {option}": _STORE for option in _STORE_OPTIONS},
+    "kvbm manager --remote-codec": "what is written to the remote store is not compressed",
     "kvbm scale --weight": _ROUTER,
     "kvbm scale --temperature": _ROUTER,
 }

@@ -13,7 +13,6 @@ _OPERATION = Label("operation", ("read", "write"))
 REQUESTS = ("put", "get", "list", "delete")
 """The kinds of requests to a store."""
 BREAKER_STATES = ("closed", "open", "half-open")
-CODECS = ("none", "zstd")
 TRANSPORTS = ("tcp", "nixl")
 """How blocks come from other nodes' memory."""
 REACHED = ("yes", "no")
@@ -63,10 +62,11 @@ REMOTE_METRICS: tuple[Metric, ...] = (
         help="Time from a read's request to its first byte as it is expected now, that of the slowest namespace",
     ),
     Metric(
-        name="kvbm_remote_codec",
-        kind=_GAUGE,
-        help="1 for the codecs that what is written to remote stores has now: none or zstd",
-        labels=(Label("codec", CODECS),),
+        name="kvbm_remote_compressed_packs_total",
+        kind=_COUNTER,
+        help="Compressed packs that were met in remote stores and left alone: versions that compress wrote them",
+        at_zero=True,
+        only_of=REMOTE,
     ),
     Metric(
         name="kvbm_peer_links",

@@ -55,7 +55,11 @@ class RemovedSetting(msgspec.Struct, frozen=True):
     instead: str
 
 
-REMOVED: tuple[RemovedSetting, ...] = ()
+REMOVED: tuple[RemovedSetting, ...] = (
+    RemovedSetting(
+        "DYN_KVBM_REMOTE_CODEC", "remote_codec", "what is written to the remote store is not compressed"
+    ),
+)
 """Accepted and ignored, with a warning that names the substitute."""
 
 

@@ -21,7 +21,6 @@ from kvbm.layout import BlockLayout, Namespace
 from kvbm.tiers.contract import BlockHead, Completion
 from kvbm.tiers.remote.blobs import BlobStore
 from kvbm.tiers.remote.catalogue import Catalogue
-from kvbm.tiers.remote.coding import Coding
 from kvbm.tiers.remote.collector import Collector
 from kvbm.tiers.remote.contract import NOWHERE, Buffers, News
 from kvbm.tiers.remote.discovery import Discovery, LearnedQueue
@@ -61,8 +60,7 @@ def open_blob_tier(
 
     Its blobs lie under `<fingerprint, 64 hex>/`, and nothing else is read; only the collector goes through all of the
     store. The namespace must not be ephemeral: nobody else could ever name it. `jitter` must be seeded otherwise on
-    every node. It does not wait for the store. Raises SettingsError where a block is too large for the store, KvbmError
-    where zstd is asked for and not installed.
+    every node. It does not wait for the store. Raises SettingsError where a block is too large for the store.
     """
     assert not namespace.ephemeral, "an ephemeral namespace is of no use to others"
     return BlobTier(store, layout, namespace, options, clock, jitter or random.Random(), seal)
@@ -95,7 +93,7 @@ class BlobTier:
         self.store_blocks_max = _store_blocks_max(store, layout)
         fingerprint = namespace.fingerprint
         self._store = part = PrefixedBlobs(store, f"{fingerprint.hex()}/")
-        self._catalogue = Catalogue(options.catalogue_blocks)
+        self._catalogue = Catalogue(options.catalogue_blocks, layout.block_bytes)
         self._exchange = exchange = Exchange(clock, layout.block_bytes)
         self._health = health = StoreHealth(clock, jitter, store.place)
         self._effects: deque[Effect] = deque()
@@ -104,7 +102,6 @@ class BlobTier:
         self._loads = Workers("remote-load", options.load_threads)
         self._stores = Workers("remote-store", options.store_threads)
         self._scanners = Workers("remote-scan", options.scan_threads)
-        self._coding = Coding(options.codec, options.element_bytes, clock)
         shared = (part, layout, fingerprint, seal, exchange, health, self._catalogue, self._effects)
         self._loader = Loader(*shared, clock)
         self._queue = LearnedQueue(4 * LEARNED_BLOCKS, exchange.signal)
@@ -136,7 +133,7 @@ class BlobTier:
             clock,
             jitter,
         )
-        self._storer = Storer(*shared, self._own_log, self._upkeep.touch, self._coding, clock)
+        self._storer = Storer(*shared, self._own_log, self._upkeep.touch, clock)
         self._watch = JobWatch(part.place, options, exchange, health, clock)
         self._upkeep.begin()
 
@@ -297,6 +294,7 @@ class BlobTier:
             "blocks": self._catalogue.block_count,
             "blocks_max": self._catalogue.blocks_max,
             "forgotten_packs": self._catalogue.forgotten_packs,
+            "compressed_packs": self._catalogue.compressed_packs,
             "reading": health.reading.state.value,
             "writing": health.writing.state.value,
             "fault": health.fault,
@@ -307,7 +305,6 @@ class BlobTier:
             "read_bytes_per_s": reads,
             "write_bytes_per_s": writes,
             "hanging": self._exchange.count_hanging(LoadJob) + self._exchange.count_hanging(StoreJob),
-            "codec": self._coding.current.name,
             "corrupt_blocks": self._loader.corrupt,
             "deleted_packs": self._loader.deleted,
             "existed": self._storer.existed,

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
-
-CodecWanted = Literal["auto", "none", "zstd"]
 
 
 class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,10 +22,6 @@ class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
     """So many packs' ends are read at once when all packs are listed."""
     catalogue_blocks: int = 1 << 20
     """Of so many blocks a node remembers where they lie: about 100 bytes each."""
-    codec: CodecWanted = "auto"
-    """How blocks are stored: as it pays by measurements, as they are, or with zstd."""
-    element_bytes: int = 2
-    """Of the numbers that the KV is made of: zstd gains more when it knows."""
     collect: bool = True
     """Whether this node takes its turns in removing packs."""
     ttl_s: float = 7 * 86400.0

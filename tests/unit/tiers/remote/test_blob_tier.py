@@ -22,12 +22,12 @@ from kvbm.testing.remote_contract import (
 )
 from kvbm.testing.tier_contract import LAYOUT, NAMESPACE
 from kvbm.tiers.remote.blob_tier import open_blob_tier
-from kvbm.tiers.remote.codec import zstd_shuffled
 from kvbm.tiers.remote.contract import NOWHERE
 from kvbm.tiers.remote.options import RemoteOptions
 from kvbm.tiers.remote.pack_size import LOAD_BYTES_MAX, PACK_BYTES_MAX
 from kvbm.tiers.remote.packs import pack
 from kvbm.tiers.remote.sealing import MasterKey, Sealer
+from rigs import packed
 from rigs.faulty_blobs import BlobFault, BlobRule, FaultyBlobs, MemoryBlobs
 from rigs.remote_nodes import PREFIX, Nodes, until
 
@@ -234,9 +234,10 @@ def test_a_block_that_was_damaged_on_its_way_costs_no_pack(nodes: Nodes) -> None
 def test_a_pack_that_is_there_is_believed_by_its_own_index_alone(nodes: Nodes) -> None:
     blocks = chain(0, 3)
     zeros = [[memoryview(bytes(LAYOUT.slot_bytes))] * LAYOUT.shard_count] * 3
-    packed = pack(LAYOUT, NAMESPACE.fingerprint, blocks, zeros, codec=zstd_shuffled())
-    node = nodes.make(codec="none")
-    nodes.blobs.put(PREFIX + packed.entry.name, packed.parts)
+    other = [block._replace(facts=b"other facts") for block in blocks]
+    theirs = pack(LAYOUT, NAMESPACE.fingerprint, other, zeros)
+    node = nodes.make()
+    nodes.blobs.put(PREFIX + theirs.entry.name, theirs.parts)
     sources = RemoteBuffers(LAYOUT, 3)
     assert node.submit_store(1, blocks, sources.views, None) is Outcome.PENDING
     assert collect(node, 1)[1].outcome is Outcome.HIT
@@ -249,14 +250,14 @@ def test_a_pack_that_is_there_is_believed_by_its_own_index_alone(nodes: Nodes) -
 
 def test_a_pack_that_was_written_again_otherwise_is_learned_anew_and_not_removed(nodes: Nodes) -> None:
     blocks = chain(0, 3)
-    here = nodes.make(codec="none")
+    here = nodes.make()
     sources = RemoteBuffers(LAYOUT, 3)
     assert here.submit_store(1, blocks, sources.views, None) is Outcome.PENDING
     collect(here, 1)
     (name,) = nodes.packs()
     nodes.blobs.delete([name])
-    packed = pack(LAYOUT, NAMESPACE.fingerprint, blocks, sources.views, codec=zstd_shuffled())
-    nodes.blobs.put(name, packed.parts)
+    other = [block._replace(facts=b"other facts") for block in blocks]
+    nodes.blobs.put(name, pack(LAYOUT, NAMESPACE.fingerprint, other, sources.views).parts)
     place = here.places(keys_of(blocks))[0]
     assert here.submit_load(2, keys_of(blocks), place, sources.views, None) is Outcome.PENDING
     assert collect(here, 1)[2].outcome is Outcome.MISS
@@ -265,6 +266,25 @@ def test_a_pack_that_was_written_again_otherwise_is_learned_anew_and_not_removed
     place = here.places(keys_of(blocks))[0]
     assert here.submit_load(3, keys_of(blocks), place, sources.views, None) is Outcome.PENDING
     assert collect(here, 1)[3].outcome is Outcome.HIT
+
+
+def test_a_compressed_pack_is_left_alone_and_counted(nodes: Nodes) -> None:
+    """A version that compressed has written it: nobody reads it, touches it, tells of it or removes it."""
+    blocks = chain(0, 3)
+    sources = [[memoryview(bytes(LAYOUT.slot_bytes))] * LAYOUT.shard_count] * 3
+    theirs = packed.compressed_blob(packed.Blocks(LAYOUT, blocks, sources), NAMESPACE.fingerprint)
+    name = PREFIX + theirs.entry.name
+    nodes.blobs.put(name, [theirs.data])
+    written_s = nodes.blobs.modified_s[name]
+    node, other = nodes.make(), nodes.make()
+    assert node.places(keys_of(blocks)) == [NOWHERE] * 3 and node.describe()["compressed_packs"] == 1
+    nodes.clock.advance(1e6)
+    assert store(node, LAYOUT, blocks).outcome is Outcome.HIT
+    nodes.pass_on(node, other)
+    nodes.pass_on(node, other)
+    assert node.places(keys_of(blocks)) == [NOWHERE] * 3 and node.describe()["compressed_packs"] == 2
+    assert other.describe()["compressed_packs"] == 1, "it was told of nothing"
+    assert (nodes.blobs.blobs[name], nodes.blobs.modified_s[name]) == (theirs.data, written_s)
 
 
 def test_what_one_tenant_sealed_is_a_miss_for_another_and_stays(nodes: Nodes) -> None:
