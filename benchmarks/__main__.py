@@ -22,7 +22,7 @@ PARTS = {
     "simulator": "benchmarks.simulator",
     "groups": "benchmarks.groups",
     "modes": "benchmarks.modes",
-    "packs": "benchmarks.pack_codec",
+    "packs": "benchmarks.packs",
     "remote": "benchmarks.remote_loads",
 }
 

@@ -165,7 +165,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 def measure(url: str, block_bytes: int, blocks: int, rounds: int) -> Row:
     """The figures of one store."""
-    overrides = {"remote": url, "host_blocks": blocks, "remote_linger_s": 1, "remote_codec": "none"}
+    overrides = {"remote": url, "host_blocks": blocks, "remote_linger_s": 1}
     settings = load_settings(process_environment(), overrides=overrides).settings
     opening = RemoteOpening(settings, monotonic)
     layout = BlockLayout(block_tokens=16, shard_bytes=block_bytes)

@@ -227,15 +227,13 @@ ROWS: tuple[Row, ...] = (
             Panel(
                 "Requests",
                 "ops",
-                "Requests a second by kind, as stores bill them, those that failed, and reads that were asked a second "
-                "time because the first answer took unusually long; packs that were touched as they are in use, and "
-                "those found that nobody had told of.",
+                "Requests a second by kind, as stores bill them, and those that failed; packs that were touched as "
+                "they are in use, and compressed ones that were left alone.",
                 (
                     rate("kvbm_remote_requests_total", by=("kind",)),
                     rate("kvbm_remote_errors_total", "{{operation}} failed", ("operation",)),
-                    rate("kvbm_remote_hedged_reads_total", "asked twice"),
                     rate("kvbm_remote_touched_packs_total", "packs touched"),
-                    rate("kvbm_remote_untold_packs_total", "packs untold"),
+                    rate("kvbm_remote_compressed_packs_total", "compressed packs"),
                 ),
             ),
             Panel(
@@ -267,12 +265,6 @@ ROWS: tuple[Row, ...] = (
                 "Blocks a second by reason. evicted: host memory had no room until their turn came. budget: the bound "
                 "on bytes or requests an hour. tier_off: the store was off.",
                 (rate("kvbm_remote_skipped_blocks_total", by=("reason",)),),
-            ),
-            Panel(
-                "Codec",
-                "short",
-                "Managers that write so: compressed where that pays, or as it is.",
-                (plain("kvbm_remote_codec", by=("codec",)),),
             ),
             Panel(
                 "Other nodes read from",

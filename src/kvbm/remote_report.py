@@ -15,11 +15,10 @@ class RemoteReport(msgspec.Struct, frozen=True, kw_only=True):
     It is called `name` and is at `place`, which has a peculiarity for each line of `notes`. `fault` is empty while
     blocks can be read, and `store_fault` while they can be written; `reading` and `writing` are the states of the
     breakers. This manager knows of `blocks` in `packs`, of at most `blocks_max`, and of all that lie there once it is
-    `complete`. `requests` counts by kind since the start, as stores bill them; `hedged` reads were asked twice. The
-    store was told of `touched` packs that they are in use, and `untold_packs` were found that no other node had told
-    of. So many blocks wait or are under way to it (`down_blocks`) and from it (`up_blocks`); where nothing is written,
-    `writes` is false. `links` counts the nodes that are read from, by how the last block came from
-    each: `tcp` or `nixl`.
+    `complete`. `requests` counts by kind since the start, as stores bill them. The store was told of `touched` packs
+    that they are in use; `compressed_packs` were met and not read. So many blocks wait or are under way to it
+    (`down_blocks`) and from it (`up_blocks`); where nothing is written, `writes` is false. `links` counts the nodes
+    that are read from, by how the last block came from each: `tcp` or `nixl`.
 
     Other nodes' memory has the name of its `fleet`. Of its `nodes`, without this one, `nodes_reached` can be read from
     now, and for those that cannot there is a line in `troubles`. `directory_fault` says why nobody tells which nodes
@@ -46,14 +45,12 @@ class RemoteReport(msgspec.Struct, frozen=True, kw_only=True):
     read_errors: int = 0
     write_errors: int = 0
     corrupt_blocks: int = 0
-    hedged: int = 0
     touched: int = 0
     touch_errors: int = 0
-    untold_packs: int = 0
+    compressed_packs: int = 0
     latency_s: float = 0.0
     read_bytes_per_s: float = 0.0
     write_bytes_per_s: float = 0.0
-    codec: str = ""
     collect_error: str = ""
     links: dict[str, int] = {}
     fleet: str = ""

@@ -187,7 +187,6 @@ class Node:
             "remote_linger_s": 0,
             "remote_deadline_ms": int(1000 * DEADLINE_S),
             "remote_collect": False,
-            "remote_codec": "none",
             **settings,
         }
         self.settings = Settings(

@@ -39,7 +39,6 @@ OPTIONS = RemoteOptions(
     ttl_s=2000.0,
     capacity_bytes=40 * LAYOUT.block_bytes,
     collect=False,
-    codec="none",
 )
 nodes_of = st.integers(0, NODES - 1)
 

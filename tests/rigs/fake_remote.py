@@ -105,8 +105,8 @@ class FakeRemote:
         self.stores: list[int] = []
         """The number of blocks of each store that was accepted."""
         self.links: dict[str, int] = {}
-        self.hedged = self.errors = self.touch_errors = self.untold = 0
-        """What it says of reads asked twice and of failed ones, of failed touches, and of packs nobody told of."""
+        self.errors = self.touch_errors = self.compressed = 0
+        """What it says of failed reads, of failed touches and of compressed packs."""
         self.touched: list[BlockKey] = []
         """The blocks of which it told the store that they are in use."""
         self._by_hand = by_hand
@@ -261,12 +261,10 @@ class FakeRemote:
             "read_errors": self.errors,
             "write_errors": 0,
             "latency_s": self.seconds,
-            "hedged": self.hedged,
             "touched": len(self.touched),
             "touch_errors": self.touch_errors,
-            "untold_packs": self.untold,
+            "compressed_packs": self.compressed,
             "links": self.links,
-            "codec": "none",
         }
 
     def drain(self, deadline_s: float) -> bool:

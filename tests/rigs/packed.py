@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -12,8 +13,9 @@ from kvbm.block import BlockKey, Outcome
 from kvbm.layout import BlockLayout
 from kvbm.testing.tier_contract import make_key
 from kvbm.tiers.contract import BlockEnd, BlockHead
-from kvbm.tiers.remote.codec import PLAIN, Codec, zstd_shuffled
+from kvbm.tiers.remote import packs
 from kvbm.tiers.remote.packs import PackEntry, pack, unpack
+from kvbm.tiers.remote.records import HEADER_BYTES, decode_header, encode_header
 from kvbm.tiers.remote.sealing import MasterKey, Seal, Sealer
 
 FINGERPRINT = bytes(range(32))
@@ -48,9 +50,7 @@ class Blob(NamedTuple):
         return self.data[: self.entry.offsets[-1]]
 
 
-def some_blocks(
-    count: int, seed: int = 0, layout: BlockLayout | None = None, compressible: bool = True
-) -> Blocks:
+def some_blocks(count: int, seed: int = 0, layout: BlockLayout | None = None) -> Blocks:
     """Blocks of a chain, with other groups, facts and hashes each."""
     layout = layout or BlockLayout(block_tokens=16, shard_bytes=4000)
     draw = random.Random(seed)
@@ -67,9 +67,7 @@ def some_blocks(
     ]
 
     def slot() -> memoryview:
-        if compressible:
-            return memoryview(bytes(draw.choices((0, 1, 63), k=64)) * (layout.slot_bytes // 64))
-        return memoryview(draw.randbytes(layout.slot_bytes))
+        return memoryview(draw.randbytes(64) * (layout.slot_bytes // 64))
 
     return Blocks(layout, heads, [[slot() for _ in range(layout.shard_count)] for _ in heads])
 
@@ -81,24 +79,31 @@ def sealer(*ids: str, random_bytes: Callable[[int], bytes] | None = None) -> Sea
     return Sealer(keys, random_bytes) if random_bytes else Sealer(keys)
 
 
-def zstd() -> Codec:
-    """The codec that makes blocks smaller."""
-    pytest.importorskip("zstandard", reason="zstandard is not installed")
-    return zstd_shuffled()
-
-
 def blob(
     blocks: Blocks,
-    codec: Codec = PLAIN,
     seal: Seal | None = None,
     tenant: str = TENANT,
     fingerprint: bytes = FINGERPRINT,
 ) -> Blob:
     """The blocks, packed, as one piece."""
-    packed = pack(
-        blocks.layout, fingerprint, blocks.heads, blocks.sources, codec=codec, seal=seal, tenant=tenant
-    )
+    packed = pack(blocks.layout, fingerprint, blocks.heads, blocks.sources, seal=seal, tenant=tenant)
     return Blob(packed.entry, b"".join(packed.parts))
+
+
+def compressed_blob(blocks: Blocks, fingerprint: bytes = FINGERPRINT) -> Blob:
+    """The blocks as a version that compressed would have packed them: each record names a codec and is short."""
+    plain = blob(blocks, fingerprint=fingerprint)
+    body, offsets = b"", [0]
+    for number in range(len(blocks.heads)):
+        record = decode_header(memoryview(plain.record(number)))
+        assert record is not None
+        code = zlib.compress(plain.record(number)[record.stored_from :])
+        assert HEADER_BYTES + len(record.head.facts) + len(code) < blocks.layout.block_bytes
+        body += encode_header(record._replace(codec="zstd-2", stored_bytes=len(code))) + code
+        offsets.append(len(body))
+    index = packs._index(plain.entry.name, plain.entry.prints, offsets, tail=False)
+    entry = PackEntry(plain.entry.name, plain.entry.prints, tuple(offsets), len(body + index), False)
+    return Blob(entry, body + index)
 
 
 def read(

@@ -35,7 +35,7 @@ class Nodes:
         self.made: list[BlobTier] = []
 
     def make(self, blobs: BlobStore | None = None, seal: Seal | None = None, **options: object) -> BlobTier:
-        chosen = RemoteOptions(**{"collect": False, "hedge": False, **options})  # type: ignore[arg-type]
+        chosen = RemoteOptions(**{"collect": False, **options})  # type: ignore[arg-type]
         jitter = random.Random(len(self.made) + 1)
         node = open_blob_tier(blobs or self.blobs, LAYOUT, NAMESPACE, chosen, self.clock, jitter, seal)
         self.made.append(node)

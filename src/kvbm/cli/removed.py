@@ -25,9 +25,13 @@ REMOVED: dict[str, str] = {
     "a prompt matches",
     **{f"kvbm {command} --tokenizer": _TOKENS for command in ("pin", "unpin", "prefetch", "why")},
     **{f"kvbm plan {option}": _STORE for option in _STORE_OPTIONS},
+<<<<<<< HEAD
     "kvbm manager --disk-io-threads": "eight threads read and write a disk tier",
     "kvbm manager --admin-token-file": "write the token to admin.token in the runtime directory",
     "kvbm manager --fleet-share": "readers hold at most a twentieth of host memory",
+=======
+    "kvbm manager --remote-codec": "what is written to the remote store is not compressed",
+>>>>>>> rows-e
     "kvbm scale --weight": _ROUTER,
     "kvbm scale --temperature": _ROUTER,
 }

@@ -198,9 +198,8 @@ def _store_parts(store: RemoteReport) -> list[str]:
         f"requests: {asked}" if asked else "",
         f"read {format_bytes(store.read_bytes)}, written {format_bytes(store.written_bytes)}",
         f"latency {format_ms(store.latency_s)}" if store.latency_s else "",
-        f"{store.hedged} reads asked twice" if store.hedged else "",
         f"{store.corrupt_blocks} blocks were corrupt" if store.corrupt_blocks else "",
-        f"codec {store.codec}" if store.codec else "",
+        f"{store.compressed_packs} compressed packs were left alone" if store.compressed_packs else "",
         *(f"it {note}" for note in store.notes),
         f"the last collection failed: {store.collect_error}" if store.collect_error else "",
     ]

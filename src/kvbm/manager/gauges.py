@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from kvbm.manager.remote_side import report_remote
 from kvbm.manager.space import Space
 from kvbm.observe.metrics import Metrics
-from kvbm.observe.remote_metrics import BREAKER_STATES, CODECS, REQUESTS, TRANSPORTS
+from kvbm.observe.remote_metrics import BREAKER_STATES, REQUESTS, TRANSPORTS
 from kvbm.remote_report import RemoteReport
 
 
@@ -102,9 +102,8 @@ def _grown(report: RemoteReport) -> Iterator[tuple[str, dict[str, str], int]]:
     yield "kvbm_remote_errors_total", {"operation": "read"}, report.read_errors
     yield "kvbm_remote_errors_total", {"operation": "write"}, report.write_errors
     yield "kvbm_remote_errors_total", {"operation": "touch"}, report.touch_errors
-    yield "kvbm_remote_hedged_reads_total", {}, report.hedged
     yield "kvbm_remote_touched_packs_total", {}, report.touched
-    yield "kvbm_remote_untold_packs_total", {}, report.untold_packs
+    yield "kvbm_remote_compressed_packs_total", {}, report.compressed_packs
 
 
 def _publish_remotes(spaces: Sequence[Space], metrics: Metrics) -> None:
@@ -139,7 +138,3 @@ def _publish_remotes(spaces: Sequence[Space], metrics: Metrics) -> None:
     metrics.set("kvbm_peer_nodes", reached, reached="yes")
     metrics.set("kvbm_peer_nodes", sum(report.nodes for report in reports) - reached, reached="no")
     metrics.set("kvbm_peer_directory_away", int(any(report.directory_fault for report in reports)))
-    for codec in CODECS:
-        # A codec's name may go on with its parameters.
-        used = any(report.codec.partition("-")[0] == codec for report in reports)
-        metrics.set("kvbm_remote_codec", int(used), codec=codec)

@@ -52,7 +52,6 @@ class RemoteOpening:
         options = RemoteOptions(
             load_deadline_s=settings.remote_deadline_ms / 1000,
             catalogue_blocks=max(1, settings.remote_known_blocks // share),
-            codec=settings.remote_codec,
             collect=settings.remote_collect,
             ttl_s=settings.remote_ttl_hours * 3600.0,
             capacity_bytes=settings.remote_bytes or None,

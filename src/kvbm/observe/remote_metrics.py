@@ -13,7 +13,6 @@ _OPERATION = Label("operation", ("read", "write"))
 REQUESTS = ("put", "get", "list", "delete")
 """The kinds of requests to a store."""
 BREAKER_STATES = ("closed", "open", "half-open")
-CODECS = ("none", "zstd")
 TRANSPORTS = ("tcp", "nixl")
 """How blocks come from other nodes' memory."""
 REACHED = ("yes", "no")
@@ -51,24 +50,9 @@ REMOTE_METRICS: tuple[Metric, ...] = (
         labels=(_OPERATION, Label("state", BREAKER_STATES)),
     ),
     Metric(
-        name="kvbm_remote_hedged_reads_total",
-        kind=_COUNTER,
-        help="Reads from remote stores that were asked a second time, as the first answer took unusually long",
-        at_zero=True,
-        only_of=REMOTE,
-    ),
-    Metric(
         name="kvbm_remote_touched_packs_total",
         kind=_COUNTER,
         help="Packs of which this manager told a remote store that they are in use",
-        at_zero=True,
-        only_of=REMOTE,
-    ),
-    Metric(
-        name="kvbm_remote_untold_packs_total",
-        kind=_COUNTER,
-        help="Packs that were found in remote stores without having been told of, as those of a node that was killed "
-        "right after it had written them",
         at_zero=True,
         only_of=REMOTE,
     ),
@@ -78,10 +62,11 @@ REMOTE_METRICS: tuple[Metric, ...] = (
         help="Time from a read's request to its first byte as it is expected now, that of the slowest namespace",
     ),
     Metric(
-        name="kvbm_remote_codec",
-        kind=_GAUGE,
-        help="1 for the codecs that what is written to remote stores has now: none or zstd",
-        labels=(Label("codec", CODECS),),
+        name="kvbm_remote_compressed_packs_total",
+        kind=_COUNTER,
+        help="Compressed packs that were met in remote stores and left alone: versions that compress wrote them",
+        at_zero=True,
+        only_of=REMOTE,
     ),
     Metric(
         name="kvbm_peer_links",

@@ -56,6 +56,7 @@ class RemovedSetting(msgspec.Struct, frozen=True):
 
 
 REMOVED: tuple[RemovedSetting, ...] = (
+<<<<<<< HEAD
     RemovedSetting("DYN_KVBM_DISK_IO_THREADS", "disk_io_threads", "eight threads read and write a disk tier"),
     RemovedSetting(
         "DYN_KVBM_ADMIN_TOKEN_FILE",
@@ -63,6 +64,11 @@ REMOVED: tuple[RemovedSetting, ...] = (
         "write the token to admin.token in the runtime directory",
     ),
     RemovedSetting("DYN_KVBM_FLEET_SHARE", "fleet_share", "readers hold at most a twentieth of host memory"),
+=======
+    RemovedSetting(
+        "DYN_KVBM_REMOTE_CODEC", "remote_codec", "what is written to the remote store is not compressed"
+    ),
+>>>>>>> rows-e
 )
 """Accepted and ignored, with a warning that names the substitute."""
 

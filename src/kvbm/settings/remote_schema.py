@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from kvbm.settings.fleet_schema import FleetSettings
 from kvbm.settings.setting import Kind, Setting
@@ -126,11 +126,6 @@ class RemoteSettings(FleetSettings, frozen=True, kw_only=True):
         ),
         "limit for the number of writes to the store in an hour; 0 is none",
     ] = 0
-    remote_codec: Annotated[
-        Literal["auto", "none", "zstd"],
-        Setting("DYN_KVBM_REMOTE_CODEC", "--remote-codec", ours=True, needs="remote"),
-        "compress what is written to the store: always, never, or where measurements say that it pays",
-    ] = "auto"
     remote_key_file: Annotated[
         str | None,
         Setting(

@@ -44,11 +44,11 @@ def opened(tmp_path: Path) -> Iterator[Open]:
 
 def test_what_is_read_and_kept(opened: Open) -> None:
     tier, _, _ = opened(
-        remote_known_blocks=1000, remote_deadline_ms=700, remote_codec="none", remote_collect=False,
+        remote_known_blocks=1000, remote_deadline_ms=700, remote_collect=False,
         remote_ttl_hours=5, remote_bytes=10**9,
     )  # fmt: skip
     options = tier._options
-    assert (options.load_deadline_s, options.codec, options.collect) == (0.7, "none", False)
+    assert (options.load_deadline_s, options.collect) == (0.7, False)
     assert (options.ttl_s, options.capacity_bytes) == (5 * 3600.0, 10**9)
     assert options.catalogue_blocks == tier.describe()["blocks_max"] == 1000 // SHARE
 

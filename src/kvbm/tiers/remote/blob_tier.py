@@ -21,7 +21,6 @@ from kvbm.layout import BlockLayout, Namespace
 from kvbm.tiers.contract import BlockHead, Completion
 from kvbm.tiers.remote.blobs import BlobStore
 from kvbm.tiers.remote.catalogue import Catalogue
-from kvbm.tiers.remote.coding import Coding
 from kvbm.tiers.remote.collector import Collector
 from kvbm.tiers.remote.contract import NOWHERE, Buffers, News
 from kvbm.tiers.remote.discovery import Discovery, LearnedQueue
@@ -43,6 +42,8 @@ log = logging.getLogger("kvbm.tiers.remote.tier")
 LEARNED_BLOCKS = 4096
 """Of what was discovered, so many blocks are taken into the catalogue by one `poll`: about 2 ms."""
 CLOSE_LIMIT_S = 3.0
+STORES_A_THREAD = 2
+"""So many stores may be pending for each thread that writes."""
 AS_DEFAULT = RemoteOptions()
 
 
@@ -59,8 +60,7 @@ def open_blob_tier(
 
     Its blobs lie under `<fingerprint, 64 hex>/`, and nothing else is read; only the collector goes through all of the
     store. The namespace must not be ephemeral: nobody else could ever name it. `jitter` must be seeded otherwise on
-    every node. It does not wait for the store. Raises SettingsError where a block is too large for the store, KvbmError
-    where zstd is asked for and not installed.
+    every node. It does not wait for the store. Raises SettingsError where a block is too large for the store.
     """
     assert not namespace.ephemeral, "an ephemeral namespace is of no use to others"
     return BlobTier(store, layout, namespace, options, clock, jitter or random.Random(), seal)
@@ -88,21 +88,20 @@ class BlobTier:
         self._closed = False
         self.pending_limit = options.pending_limit
         # A store pins a pack's slots, and waits behind the others: more than a few would wait for nothing.
-        self._store_limit = min(options.pending_limit, 2 * options.store_threads)
+        self._store_limit = min(options.pending_limit, STORES_A_THREAD * options.store_threads)
         self.load_blocks_max = blocks_of_a_load(layout.block_bytes)
         self.store_blocks_max = _store_blocks_max(store, layout)
         fingerprint = namespace.fingerprint
         self._store = part = PrefixedBlobs(store, f"{fingerprint.hex()}/")
-        self._catalogue = Catalogue(options.catalogue_blocks)
+        self._catalogue = Catalogue(options.catalogue_blocks, layout.block_bytes)
         self._exchange = exchange = Exchange(clock, layout.block_bytes)
         self._health = health = StoreHealth(clock, jitter, store.place)
         self._effects: deque[Effect] = deque()
         writer = f"{jitter.getrandbits(64):016x}"
         self._own_log, self._reader = LogWriter(writer), LogReader(writer)
-        self._loads = Workers("remote-load", options.load_threads, options.load_threads)
-        self._stores = Workers("remote-store", options.store_threads, options.store_threads)
-        self._scanners = Workers("remote-scan", options.scan_threads, 0)
-        self._coding = Coding(options.codec, options.element_bytes, clock)
+        self._loads = Workers("remote-load", options.load_threads)
+        self._stores = Workers("remote-store", options.store_threads)
+        self._scanners = Workers("remote-scan", options.scan_threads)
         shared = (part, layout, fingerprint, seal, exchange, health, self._catalogue, self._effects)
         self._loader = Loader(*shared, clock)
         self._queue = LearnedQueue(4 * LEARNED_BLOCKS, exchange.signal)
@@ -110,11 +109,9 @@ class BlobTier:
             part,
             self._reader,
             self._catalogue.knows,
-            lambda: self._catalogue.forgotten_packs > 0,
             self._queue,
             self._scanners,
             options.catalogue_blocks,
-            options.sweep_period_s,
             clock,
         )
         self.collector = Collector(
@@ -136,10 +133,8 @@ class BlobTier:
             clock,
             jitter,
         )
-        self._storer = Storer(*shared, self._own_log, self._upkeep.touch, self._coding, clock)
-        self._watch = JobWatch(
-            part.place, options, exchange, health, self._loader.run, self._loads, self._stores, clock
-        )
+        self._storer = Storer(*shared, self._own_log, self._upkeep.touch, clock)
+        self._watch = JobWatch(part.place, options, exchange, health, clock)
         self._upkeep.begin()
 
     # ---- where blocks are
@@ -199,7 +194,8 @@ class BlobTier:
             targets=targets,
             tenant=tenant,
         )
-        self._watch.begin(job, partial(self._loader.run, job), self._loads)
+        self._watch.accept(job)
+        self._loads.run(partial(self._loader.run, job))
         return Outcome.PENDING
 
     def submit_store(
@@ -229,18 +225,26 @@ class BlobTier:
             tenant=tenant,
             tail=tail,
         )
-        self._watch.begin(job, partial(self._storer.run, job), self._stores)
+        self._watch.accept(job)
+        self._stores.run(partial(self._storer.run, job))
         return Outcome.PENDING
 
     @property
     def load_room(self) -> int:
         # A load's deadline begins when it is submitted: it shall not wait for a thread.
         reading = self._exchange.uncollected(LoadJob)
-        return max(0, min(self._room, self._options.load_threads - reading))
+        return max(0, min(self._room, self._free_readers - reading))
 
     @property
     def store_room(self) -> int:
-        return max(0, min(self._room, self._store_limit - self._exchange.uncollected(StoreJob)))
+        writers = self._options.store_threads - self._exchange.count_hanging(StoreJob)
+        limit = min(self._store_limit, STORES_A_THREAD * writers)
+        return max(0, min(self._room, limit - self._exchange.uncollected(StoreJob)))
+
+    @property
+    def _free_readers(self) -> int:
+        """Threads for loads whose request does not hang."""
+        return self._options.load_threads - self._exchange.count_hanging(LoadJob)
 
     @property
     def _room(self) -> int:
@@ -275,7 +279,7 @@ class BlobTier:
     def tick(self) -> None:
         if not self._closed:
             self._watch.expire()
-            self._upkeep.tick()
+            self._upkeep.tick(may_probe=self._free_readers > 0)
 
     def describe(self) -> dict[str, object]:
         health, upkeep = self._health, self._upkeep
@@ -290,6 +294,7 @@ class BlobTier:
             "blocks": self._catalogue.block_count,
             "blocks_max": self._catalogue.blocks_max,
             "forgotten_packs": self._catalogue.forgotten_packs,
+            "compressed_packs": self._catalogue.compressed_packs,
             "reading": health.reading.state.value,
             "writing": health.writing.state.value,
             "fault": health.fault,
@@ -299,15 +304,12 @@ class BlobTier:
             "latency_s": health.latency_s,
             "read_bytes_per_s": reads,
             "write_bytes_per_s": writes,
-            "hedged": health.hedged,
-            "hanging": self._loads.hanging + self._stores.hanging,
-            "codec": self._coding.current.name,
+            "hanging": self._exchange.count_hanging(LoadJob) + self._exchange.count_hanging(StoreJob),
             "corrupt_blocks": self._loader.corrupt,
             "deleted_packs": self._loader.deleted,
             "existed": self._storer.existed,
             "touched": upkeep.touched,
             "touch_errors": upkeep.touch_errors,
-            "untold_packs": self._discovery.untold,
             "log": {
                 "writer": self._own_log.writer,
                 "gaps": self._reader.gaps,

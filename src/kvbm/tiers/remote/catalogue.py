@@ -110,13 +110,17 @@ class _Pack:
 class Catalogue:
     """Packs by name and number, blocks by a part of their keys. It belongs to one thread, but for `knows`."""
 
-    def __init__(self, blocks_max: int) -> None:
+    def __init__(self, blocks_max: int, block_bytes: int) -> None:
+        """Packs of blocks of `block_bytes`; compressed ones are not taken."""
         assert blocks_max > 0
+        self._block_bytes = block_bytes
         self.blocks_max = blocks_max
         self.block_count = 0
         """Blocks of the packs that are known, also those that proved to be wrong or that are in two packs."""
         self.forgotten_packs = 0
         """So many were forgotten, or not taken, to keep the bound."""
+        self.compressed_packs = 0
+        """So many were not taken because they are compressed."""
         self._next_number = 0
         self._by_number: OrderedDict[int, _Pack] = OrderedDict()
         self._by_name: dict[str, _Pack] = {}
@@ -135,7 +139,7 @@ class Catalogue:
     def add(
         self, entry: PackEntry, used_s: float = 0.0, keys: Sequence[BlockKey] = (), *, older: bool = False
     ) -> bool:
-        """Learn of a pack. False where it is known so already, or there is no room.
+        """Learn of a pack. False where it is known so already, is compressed, or there is no room.
 
         Of a name that is known, the last word counts: a pack that was removed may have been written again otherwise.
 
@@ -149,6 +153,9 @@ class Catalogue:
                 self._see_all(known, keys)
                 return False
             self._forget(known)
+        if entry.has_compressed(self._block_bytes):
+            self.compressed_packs += 1
+            return False
         if not 0 < count <= PACK_BLOCKS_MAX or count + (self.block_count if older else 0) > self.blocks_max:
             self.forgotten_packs += 1
             return False

@@ -1,5 +1,5 @@
-"""How a node learns of the packs of others: their logs again and again, all packs at the start and after a gap, and
-now and then a part of the packs, for those that no log told of (see `sweep`).
+"""How a node learns of the packs of others: their logs again and again, all packs at the start, and after a gap or a
+segment that cannot be read.
 
 It runs in a thread of its own; what it learns waits in a bounded queue for the owner thread. Ages are by the store's
 clock alone.
@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from typing import NamedTuple
 
 from kvbm.clock import Clock
@@ -27,7 +26,6 @@ from kvbm.tiers.remote.shared_log import (
     decode_segment,
     is_pack_name,
 )
-from kvbm.tiers.remote.sweep import READS_A_ROUND, Part, Sweep
 from kvbm.tiers.remote.workers import Workers
 
 log = logging.getLogger("kvbm.tiers.remote.tier")
@@ -37,8 +35,6 @@ SCAN_PACKS_MAX = 1 << 16
 SCAN_PERIOD_S = 60.0
 """All packs are listed at most so often."""
 NEW_MARGIN_S = 60.0
-LOOKED_MAX = 64 * READS_A_ROUND
-"""So many packs that rounds have read are read in no later one."""
 SEGMENT_READS_MAX = 3
 """A segment that is not whole is read so often: perhaps only the way from the store is bad, and nobody tells twice."""
 _AT_ONCE = 32
@@ -110,20 +106,12 @@ class Discovery:
         store: BlobStore,
         reader: LogReader,
         knows: Callable[[str], bool],
-        forgets: Callable[[], bool],
         queue: LearnedQueue,
         scanners: Workers,
         blocks_max: int,
-        sweep_period_s: float,
         clock: Clock,
     ) -> None:
-        """`forgets`: packs were forgotten for want of room, so one that is not known may have been told of."""
         self._store = store
-        self._forgets = forgets
-        # Names that rounds have read: what was not taken, or is no pack, must not be in the way of others.
-        self._looked: dict[str, None] = {}
-        self._sweep = Sweep(sweep_period_s)
-        self._listed = 0
         self._reader = reader
         self._knows = knows
         self._queue = queue
@@ -137,9 +125,6 @@ class Discovery:
         """How often all packs were listed."""
         self.foreign = 0
         """So many blobs were no packs of ours in the last of these listings."""
-        self.untold = 0
-        """So many packs no log had told of, though their writers had the time. None is counted once packs were
-        forgotten for want of room."""
 
     @property
     def complete(self) -> bool:
@@ -156,8 +141,6 @@ class Discovery:
             new_s = 0.0 if before_s is None else begun_s - before_s + NEW_MARGIN_S
             found |= self._scan(told, new_s)
             self._scan_wanted = False
-        elif self._sweep.due(begun_s):
-            found |= self._sweep_some(told)
         self._looked_s = begun_s
         return found
 
@@ -179,6 +162,7 @@ class Discovery:
                 continue
             if entries is None:
                 self._reader.skip(name)
+                self._scan_wanted = True
                 continue
             self._reader.read(name)
             for entry in entries:
@@ -195,8 +179,7 @@ class Discovery:
         self.scans += 1
         store_now_s, now_s = self._store.now_s(), self._clock()
         blocks, self.foreign = 0, 0
-        newest = _newest(self._unknown(PACK_PREFIX, told), SCAN_PACKS_MAX)
-        self._sweep.listed_all(self._listed, now_s, store_now_s)
+        newest = _newest(self._unknown(told), SCAN_PACKS_MAX)
         for chunk in _chunks(newest):
             for info, entry in zip(chunk, self._read_ends([info.name for info in chunk]), strict=True):
                 if entry is None:
@@ -209,47 +192,6 @@ class Discovery:
             if blocks >= self._blocks_max:
                 break
         return blocks > 0
-
-    def _sweep_some(self, told: Container[str]) -> bool:
-        """Learn of packs in a part of the store that no log told of in time; whether there were any."""
-        store_now_s, now_s = self._store.now_s(), self._clock()
-        parts = self._sweep.begin(now_s, store_now_s)
-        unknown, names, self.foreign = list[BlobInfo](), 0, 0
-        counts: dict[Part, int] = {}
-        for part in parts:
-            counts[part] = 0
-            unknown = _newest(chain(unknown, self._new(part, told, counts)), READS_A_ROUND)
-            names += self._listed
-        found, forgets = False, self._forgets()
-        for chunk in _chunks(unknown):
-            for info, entry in zip(chunk, self._read_ends([info.name for info in chunk]), strict=True):
-                self._looked[info.name] = None
-                if entry is None:
-                    continue
-                # A touch makes an old pack look new: it takes no place of one that is in use.
-                self.untold += not forgets
-                found = True
-                if not self._queue.put(
-                    Learned(entry, now_s - max(0.0, store_now_s - info.modified_s), forgets)
-                ):
-                    return True
-        while len(self._looked) > LOOKED_MAX:
-            del self._looked[next(iter(self._looked))]
-        read = [info.name for info in unknown]
-        cut = [
-            part
-            for part, count in counts.items()
-            if sum(name.startswith(part.prefix) for name in read) < count
-        ]
-        self._sweep.end(parts, names, cut)
-        return found
-
-    def _new(self, part: Part, told: Container[str], counts: dict[Part, int]) -> Iterator[BlobInfo]:
-        """What came to a part, and was not known or read before; counted as it goes."""
-        for info in self._unknown(part.prefix, told):
-            if part.since_s < info.modified_s <= part.until_s and info.name not in self._looked:
-                counts[part] += 1
-                yield info
 
     def _read_ends(self, names: Sequence[str]) -> list[PackEntry | None]:
         """What these packs say of themselves, several asked at once. Raises the first StoreError."""
@@ -282,11 +224,9 @@ class Discovery:
             entries.append(entry)
         return entries
 
-    def _unknown(self, prefix: str, told: Container[str]) -> Iterator[BlobInfo]:
-        """List a part of the packs; `_listed` counts the names."""
-        self._listed = 0
-        for info in self._store.listing(prefix):
-            self._listed += 1
+    def _unknown(self, told: Container[str]) -> Iterator[BlobInfo]:
+        """The packs that are not known, from a listing of all."""
+        for info in self._store.listing(PACK_PREFIX):
             if not is_pack_name(info.name):
                 self.foreign += 1
             elif info.name not in told and not self._knows(info.name):

@@ -2,7 +2,7 @@
 
 A job's buffers belong to whoever *holds* the job: a thread takes hold of it only while it copies, never while it waits
 for the store. So when the deadline passes, a job that nobody holds ends at once, and what comes later finds that it is
-over; one that is held is let go in a moment.
+over; one that is held is let go in a moment. Until its request to the store returns, a job that ended so *hangs*.
 """
 
 from __future__ import annotations
@@ -59,9 +59,6 @@ class LoadJob(Job, kw_only=True, eq=False):
     span: Span
     targets: Sequence[Buffers]
     tenant: str | None
-    attempts: int = 1
-    """How many times it is being asked, or will be soon."""
-    hedged: bool = False
 
     @property
     def count(self) -> int:
@@ -93,6 +90,7 @@ class Exchange:
         self._completions: deque[Completion] = deque()
         self._uncollected: dict[type[Job], int] = {LoadJob: 0, StoreJob: 0}
         self._kinds: dict[int, type[Job]] = {}
+        self._hanging: set[Job] = set()
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def uncollected(self, kind: type[LoadJob] | type[StoreJob]) -> int:
@@ -111,11 +109,33 @@ class Exchange:
         """Whether the job has ended."""
         return self._open.get(job.job_id) is not job
 
-    def hold(self, job: Job) -> bool:
-        """Take hold of the job, to touch its buffers. False where it is over, or another thread holds it."""
+    def begin_request(self, job: Job) -> bool:
+        """A thread asks the store for the job from now on, until `end_request`. False where it is over."""
         with self._lock:
-            if self.over(job) or job.held:
+            if self.over(job):
                 return False
+            job.asked_s = self._clock()
+            return True
+
+    def end_request(self, job: Job) -> None:
+        """The thread is free again."""
+        with self._lock:
+            hung = job in self._hanging
+            self._hanging.discard(job)
+        if hung:
+            self.signal()  # there is room again
+
+    def count_hanging(self, kind: type[LoadJob] | type[StoreJob]) -> int:
+        """Jobs of this kind that ended at their deadline, and whose request to the store has not returned."""
+        with self._lock:
+            return sum(isinstance(job, kind) for job in self._hanging)
+
+    def hold(self, job: Job) -> bool:
+        """Take hold of the job, to touch its buffers. False where it is over."""
+        with self._lock:
+            if self.over(job):
+                return False
+            assert not job.held
             job.held = True
             return True
 
@@ -143,18 +163,6 @@ class Exchange:
         """The job ends, and none of its blocks moved."""
         return self.finish(job, (BlockEnd(Outcome.RETRY),) * job.count, error)
 
-    def asked_again(self, job: LoadJob) -> None:
-        """The load is asked a second time from now on."""
-        with self._lock:
-            job.hedged = True
-            job.attempts += 1
-
-    def gave_up(self, job: LoadJob) -> bool:
-        """One attempt at the load is over; whether it was the last one."""
-        with self._lock:
-            job.attempts -= 1
-            return job.attempts <= 0
-
     def expire(self, error: str) -> list[Job]:
         """End the jobs whose deadline has passed, and name them. One that is held ends when it is let go."""
         with self._lock:
@@ -162,14 +170,16 @@ class Exchange:
             late = [job for job in self._open.values() if job.deadline_s <= now_s and not job.late]
             for job in late:
                 job.late = True
+                if job.asked_s is not None:
+                    self._hanging.add(job)
                 if not job.held:
                     self._end(job, (BlockEnd(Outcome.RETRY),) * job.count, error)
             return late
 
-    def open_loads(self) -> list[LoadJob]:
-        """The loads that have not ended."""
-        with self._lock:
-            return [job for job in self._open.values() if isinstance(job, LoadJob)]
+    @property
+    def idle(self) -> bool:
+        """Whether every accepted job has ended."""
+        return not self._open
 
     def signal(self) -> None:
         """Make the descriptor readable."""

@@ -13,7 +13,6 @@ import threading
 from kvbm.clock import Clock
 from kvbm.tiers.remote.blobs import StoreError, StoreTrouble
 from kvbm.tiers.remote.breaker import Breaker
-from kvbm.tiers.remote.hedging import Hedging
 from kvbm.tiers.remote.pace import Pace
 
 log = logging.getLogger("kvbm.tiers.remote.tier")
@@ -33,7 +32,6 @@ class StoreHealth:
         self._lock = threading.Lock()
         self._reads = Pace()
         self._writes = Pace()
-        self._hedging = Hedging()
 
     @property
     def fault(self) -> str:
@@ -44,11 +42,6 @@ class StoreHealth:
     def store_fault(self) -> str:
         """Empty, or why nothing can be written."""
         return self.fault or self._line("remote tier takes no stores", self.writing)
-
-    @property
-    def hedged(self) -> int:
-        """So many reads were asked twice."""
-        return self._hedging.hedged
 
     def expected_s(self, byte_count: int) -> float:
         """Seconds that a read of so many bytes takes; 0 if unknown."""
@@ -69,7 +62,6 @@ class StoreHealth:
         with self._lock:
             self.read_bytes += byte_count
             self._reads.took(byte_count, seconds)
-            self._hedging.took(byte_count, seconds)
         if in_time:
             self.reading.succeeded()
 
@@ -102,16 +94,6 @@ class StoreHealth:
     def write_late(self, deadline_s: float) -> None:
         """A write did not end within its deadline."""
         self._tell(self.writing, None, f"{self._place} did not answer a write within {deadline_s:g} s")
-
-    def hedge_delay_s(self, byte_count: int) -> float | None:
-        """See `Hedging.delay_s`."""
-        with self._lock:
-            return self._hedging.delay_s(byte_count)
-
-    def take_hedge(self) -> bool:
-        """See `Hedging.take`."""
-        with self._lock:
-            return self._hedging.take()
 
     def _tell(self, breaker: Breaker, trouble: StoreTrouble | None, line: str) -> None:
         """Tell a breaker of trouble; None: it was late."""

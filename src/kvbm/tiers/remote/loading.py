@@ -1,7 +1,7 @@
 """Loads: one ranged read for blocks that lie together, verified into their targets.
 
 What is read lands in memory of its own. The targets are touched only while the job is held, so bytes that come after
-the deadline, or second to a hedged request's, are thrown away.
+the deadline are thrown away.
 """
 
 from __future__ import annotations
@@ -80,27 +80,26 @@ class Loader:
         return bool(self._doubts)
 
     def run(self, job: LoadJob) -> None:
-        """One attempt at a load. Raises nothing."""
+        """Carry a load out. Raises nothing."""
         try:
             self._run(job)
         except Exception as error:
             record_swallowed(error)
             log.exception("remote tier: a defect in a load")
             self._exchange.retry(job, f"{type(error).__name__}: {error}")
+        finally:
+            self._exchange.end_request(job)
 
     def _run(self, job: LoadJob) -> None:
-        if self._exchange.over(job):
+        if not self._exchange.begin_request(job):
             return
         name, start, end, offsets = job.span
         begun_s = self._clock()
-        if job.asked_s is None:
-            job.asked_s = begun_s
         try:
             found = self._store.read(name, start, end)
         except StoreError as error:
             self._health.read_failed(error)
-            if self._exchange.gave_up(job):
-                self._exchange.retry(job, str(error))
+            self._exchange.retry(job, str(error))
             return
         if found is None:
             self._health.read_took(0, self._clock() - begun_s)

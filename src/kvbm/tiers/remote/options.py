@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
-
-CodecWanted = Literal["auto", "none", "zstd"]
 
 
 class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,17 +18,10 @@ class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How often the other nodes' logs are listed while anything changes or is loaded."""
     poll_max_s: float = 60.0
     """How often at least."""
-    sweep_period_s: float = 600.0
-    """How often a part of the packs is listed, for those that their writers could not tell of."""
     scan_threads: int = 4
     """So many packs' ends are read at once when all packs are listed."""
     catalogue_blocks: int = 1 << 20
     """Of so many blocks a node remembers where they lie: about 100 bytes each."""
-    codec: CodecWanted = "auto"
-    """How blocks are stored: as it pays by measurements, as they are, or with zstd."""
-    element_bytes: int = 2
-    """Of the numbers that the KV is made of: zstd gains more when it knows."""
-    hedge: bool = True
     collect: bool = True
     """Whether this node takes its turns in removing packs."""
     ttl_s: float = 7 * 86400.0
@@ -50,6 +39,6 @@ class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("load_threads", "store_threads", "pending_limit", "scan_threads", "catalogue_blocks"):
             assert getattr(self, name) > 0, f"{name} is at least 1"
         deadlines = ("load_deadline_s", "store_deadline_s")
-        for name in (*deadlines, "poll_s", "sweep_period_s", "ttl_s", "collect_period_s"):
+        for name in (*deadlines, "poll_s", "ttl_s", "collect_period_s"):
             assert getattr(self, name) > 0.0, f"{name} is above 0"
         assert self.poll_max_s >= self.poll_s

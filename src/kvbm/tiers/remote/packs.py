@@ -15,8 +15,10 @@ offset bytes
 ====== ===== ==========================================================================
 
 A pack's name follows from what is in it (`pack_name`), so that two nodes that pack the same blocks write the same name.
-Their *bytes* may differ: one may have coded them, or know other facts. Who finds that a pack exists already must read
-its index, and not believe the one that it would have written.
+Their *bytes* may differ: one may know other facts. Who finds that a pack exists already must read its index, and not
+believe the one that it would have written.
+
+Earlier versions also wrote compressed records. A pack with one is neither read nor removed.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import sub
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import xxhash
 from blake3 import blake3
 
@@ -34,11 +38,11 @@ from kvbm.block import KEY_BYTES, BlockKey, Outcome
 from kvbm.layout import BlockLayout
 from kvbm.tiers.contract import BlockEnd, BlockHead
 from kvbm.tiers.remote.blobs import Buffer
-from kvbm.tiers.remote.codec import PLAIN, Codec, codec_named
 from kvbm.tiers.remote.records import (
     CHECKSUM_BYTES,
     FACTS_MAX,
     HEADER_BYTES,
+    NO_CODEC,
     Record,
     checksum,
     decode_header,
@@ -85,6 +89,11 @@ class PackEntry(msgspec.Struct, frozen=True):
         """How many blocks are in it."""
         return len(self.offsets) - 1
 
+    def has_compressed(self, block_bytes: int) -> bool:
+        """Whether a record is too short for a block of so many bytes that is not compressed."""
+        shortest: int = min(map(sub, self.offsets[1:], self.offsets))
+        return shortest < HEADER_BYTES + block_bytes
+
     def span(self, first: int, end: int) -> tuple[int, int, list[int]]:
         """Of the records from `first` to before `end`: where in the blob they begin and end, and their offsets from
         there on, as `unpack` takes them."""
@@ -119,14 +128,13 @@ def pack(
     sources: Sequence[Sequence[memoryview]],
     *,
     tail: bool = False,
-    codec: Codec = PLAIN,
     seal: Seal | None = None,
     tenant: str | None = None,
 ) -> Packed:
     """A pack of these blocks, whose bytes are `sources`: one buffer per shard, of `layout.slot_bytes` each.
 
-    A block that `codec` does not make smaller is stored as it is; its bytes are then not copied, unless they are
-    sealed, and must not change until the pack is written. `seal` needs a `tenant`. Facts above 4 KiB are left out.
+    The bytes are not copied, unless they are sealed, and must not change until the pack is written. `seal` needs a
+    `tenant`. Facts above 4 KiB are left out.
     """
     assert 0 < len(blocks) <= BLOCKS_MAX
     assert seal is None or tenant is not None, "a seal is for a tenant"
@@ -134,7 +142,6 @@ def pack(
     offsets = [0]
     for head, buffers in zip(blocks, sources, strict=True):
         assert _fits(layout, buffers)
-        coded = codec.encode(buffers)
         if len(head.facts) > FACTS_MAX:
             head = head._replace(facts=b"")
         record = Record(
@@ -142,13 +149,12 @@ def pack(
             fingerprint,
             layout.shard_bytes,
             layout.shard_count,
-            PLAIN.name if coded is None else codec.name,
             layout.block_bytes,
-            layout.block_bytes if coded is None else len(coded),
+            layout.block_bytes,
             len(head.facts),
             checksum(fingerprint, head.key, buffers),
         )
-        stored: Sequence[Buffer] = buffers if coded is None else (coded,)
+        stored: Sequence[Buffer] = buffers
         if seal is not None and tenant is not None:
             record, stored = _sealed(record, stored, seal, tenant)
         parts.append(encode_header(record))
@@ -229,7 +235,7 @@ def unpack(
 
     Each block ends for itself. HIT: its targets hold the verified bytes of that key. MISS, else: with `corrupt` where
     no whole record is found or its bytes do not verify; without where the record is a good one of another key,
-    namespace or layout, of an unknown codec, or not sealed with a key that is there for `tenant`. With `unseal` a
+    namespace or layout, compressed, or not sealed with a key that is there for `tenant`. With `unseal` a
     record that is not sealed is such a MISS too: anybody could have written it. Targets of a MISS may hold anything.
 
     `offsets`, n + 1 numbers from the begin of `records` on, say where each record lies (`PackEntry.span`). Without,
@@ -264,8 +270,7 @@ def _is_of(record: Record, layout: BlockLayout, fingerprint: bytes, key: BlockKe
 def _unpacked(
     record: Record, piece: memoryview, targets: Sequence[memoryview], unseal: Seal | None, tenant: str | None
 ) -> BlockEnd:
-    codec = codec_named(record.codec)
-    if codec is None or bool(record.sealed_by) != (unseal is not None):
+    if record.codec != NO_CODEC or bool(record.sealed_by) != (unseal is not None):
         return _ELSEWHERE
     stored = piece[record.stored_from : record.size]
     wanted, head = record.checksum, record.head
@@ -276,16 +281,29 @@ def _unpacked(
         if isinstance(opened, Unopened):
             return _ELSEWHERE if opened is Unopened.NO_KEY else _CORRUPT
         inner = memoryview(opened)
-        code_from = CHECKSUM_BYTES + record.facts_bytes
-        if inner.nbytes < code_from:
+        raw_from = CHECKSUM_BYTES + record.facts_bytes
+        if inner.nbytes < raw_from:
             return _CORRUPT
         wanted = bytes(inner[:CHECKSUM_BYTES])
-        head = head._replace(facts=bytes(inner[CHECKSUM_BYTES:code_from]))
-        stored = inner[code_from:]
-    # The checksum is of what lies in the targets: nothing can come between, not even a codec's defect.
-    if not codec.decode(stored, targets) or checksum(record.fingerprint, head.key, targets) != wanted:
+        head = head._replace(facts=bytes(inner[CHECKSUM_BYTES:raw_from]))
+        stored = inner[raw_from:]
+    # The checksum is of what lies in the targets: nothing can come between.
+    if not _fill(targets, stored) or checksum(record.fingerprint, head.key, targets) != wanted:
         return _CORRUPT
     return BlockEnd(Outcome.HIT, False, head.engine_hash, head.group, head.facts)
+
+
+def _fill(targets: Sequence[memoryview], stored: memoryview) -> bool:
+    """Copy the stored bytes into the targets. False where they are not as many."""
+    if stored.nbytes != sum(target.nbytes for target in targets):
+        return False
+    start = 0
+    for target in targets:
+        # Not a slice assignment: that would hold up every other thread for as long as it takes.
+        piece = np.frombuffer(stored[start : start + target.nbytes], np.uint8)
+        np.copyto(np.frombuffer(target, np.uint8), piece)
+        start += target.nbytes
+    return True
 
 
 def _fits(layout: BlockLayout, buffers: Sequence[memoryview]) -> bool:

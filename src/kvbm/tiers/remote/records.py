@@ -21,13 +21,13 @@ offset bytes
 160    8     bytes of a shard, without padding
 168    8     shards
 176    16    checksum of the raw bytes; zeros in a sealed record, which has it inside
-192    16    the codec's name, padded with zeros
+192    16    reserved: "none", padded with zeros. Anything else: the block is compressed, and not read here
 208    32    what it is sealed with, padded with zeros
 240    16    xxh3_128 of bytes 0 to 239 and, where nothing is sealed, the facts
 ====== ===== ==========================================================================
 
 Then come the facts (`BlockHead.facts`) and the stored bytes. In a sealed record the stored bytes are the sealed form of
-checksum, facts and coded bytes: facts hold tokens, and a checksum of the plain bytes would confirm a guess.
+checksum, facts and raw bytes: facts hold tokens, and a checksum of the plain bytes would confirm a guess.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ CHECKSUM_BYTES = 16
 FACTS_MAX = 4096
 """Longer facts are not kept."""
 CODEC_NAME_MAX = 16
+NO_CODEC = "none"
 SEALED_BY_MAX = 32
 
 _HEADER = struct.Struct("<4sHBxHH4x32s32s32s32sQQQQ16s16s32s")
@@ -71,12 +72,12 @@ class Record(NamedTuple):
     fingerprint: bytes
     shard_bytes: int
     shard_count: int
-    codec: str
     raw_bytes: int
     stored_bytes: int
     facts_bytes: int
     checksum: bytes = _NO_CHECKSUM
     sealed_by: str = ""
+    codec: str = NO_CODEC
 
     @property
     def stored_from(self) -> int:
@@ -169,10 +170,10 @@ def decode_header(data: memoryview) -> Record | None:
         fingerprint,
         shard_bytes,
         shard_count,
-        codec.decode(),
         raw,
         stored,
         facts_bytes,
         digest,
         sealed_by.decode(),
+        codec.decode(),
     )

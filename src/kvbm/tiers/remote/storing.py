@@ -20,7 +20,6 @@ from kvbm.strict import record_swallowed
 from kvbm.tiers.contract import BlockEnd
 from kvbm.tiers.remote.blobs import BlobStore, Buffer, Put, StoreError
 from kvbm.tiers.remote.catalogue import Catalogue
-from kvbm.tiers.remote.coding import Coding
 from kvbm.tiers.remote.exchange import Exchange, StoreJob
 from kvbm.tiers.remote.health import StoreHealth
 from kvbm.tiers.remote.loading import Effect, read_entry, tenant_of
@@ -47,7 +46,6 @@ class Storer:
         effects: deque[Effect],
         own_log: LogWriter,
         touch: Callable[[str], None],
-        coding: Coding,
         clock: Clock,
     ) -> None:
         self._store = store
@@ -60,7 +58,6 @@ class Storer:
         self._effects = effects
         self._own_log = own_log
         self._touch = touch
-        self._coding = coding
         self._clock = clock
         self.existed = 0
         """So many packs were in the store already."""
@@ -76,6 +73,8 @@ class Storer:
             record_swallowed(error)
             log.exception("remote tier: a defect in a store")
             self._exchange.retry(job, f"{type(error).__name__}: {error}")
+        finally:
+            self._exchange.end_request(job)
 
     def _run(self, job: StoreJob) -> None:
         if not self._exchange.hold(job):
@@ -84,14 +83,15 @@ class Storer:
             packed = self._packed(job)
         finally:
             wanted = self._exchange.let_go(job)
-        if not wanted:
+        if not wanted or not self._exchange.begin_request(job):
             return
-        begun_s = job.asked_s = self._clock()
+        begun_s = self._clock()
         entry, created = self._put(packed)
         if created:
             in_time = not self._exchange.over(job)
             self._health.write_took(entry.size, self._clock() - begun_s, in_time)
-        if created or not self._catalogue.knows(entry.name):
+        compressed = entry.has_compressed(self._layout.block_bytes)
+        if created or not (self._catalogue.knows(entry.name) or compressed):
             self._own_log.add(entry)  # also for another node that was killed before it could tell
         keys = [head.key for head in job.blocks]
         learn = partial(self._catalogue.add, entry, self._clock(), keys)
@@ -100,15 +100,12 @@ class Storer:
             known()  # too late for whoever waited, but it is there
 
     def _packed(self, job: StoreJob) -> Packed:
-        self._coding.told_store(*reversed(self._health.bandwidths))
-        self._coding.look_at(job.sources[0])
         packed = pack(
             self._layout,
             self._fingerprint,
             job.blocks,
             job.sources,
             tail=job.tail,
-            codec=self._coding.current,
             seal=self._seal,
             tenant=tenant_of(job.tenant, self._seal),
         )
@@ -122,11 +119,12 @@ class Storer:
         for _ in range(2):
             if self._store.put(name, packed.parts) is Put.CREATED:
                 return packed.entry, True
-            # Of the same blocks, but perhaps coded otherwise: only its own index says where its records lie.
+            # Of the same blocks, but perhaps with other facts: only its own index says where its records lie.
             entry = read_entry(self._store, name)
             if entry is not None and entry.prints == packed.entry.prints:
                 self.existed += 1
-                self._touch(name)
+                if not entry.has_compressed(self._layout.block_bytes):
+                    self._touch(name)
                 return entry, False
             self._store.delete((name,))
         raise StoreError("failed", f"{self._store.place}: {name} can neither be written nor read")

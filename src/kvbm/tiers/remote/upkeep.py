@@ -92,7 +92,7 @@ class Upkeep:
     def begin(self) -> None:
         """Measure the store, and look what is there."""
         self._measure.start()
-        self.tick()
+        self.tick(may_probe=True)
 
     def active(self) -> None:
         """Blocks are loaded or stored: look more often again."""
@@ -109,10 +109,10 @@ class Upkeep:
             if len(self._touches) < TOUCHES_MAX:
                 self._touches[name] = None
 
-    def tick(self) -> None:
-        """Begin what is due."""
+    def tick(self, *, may_probe: bool) -> None:
+        """Begin what is due. `may_probe`: a thread is free for what would be read from the store after a probe."""
         now_s = self._clock()
-        if self._health.reading.probe_due():
+        if may_probe and self._health.reading.probe_due():
             self._read_probe.start()
         if self._health.fault:
             return

@@ -22,12 +22,12 @@ from kvbm.testing.remote_contract import (
 )
 from kvbm.testing.tier_contract import LAYOUT, NAMESPACE
 from kvbm.tiers.remote.blob_tier import open_blob_tier
-from kvbm.tiers.remote.codec import zstd_shuffled
 from kvbm.tiers.remote.contract import NOWHERE
 from kvbm.tiers.remote.options import RemoteOptions
 from kvbm.tiers.remote.pack_size import LOAD_BYTES_MAX, PACK_BYTES_MAX
 from kvbm.tiers.remote.packs import pack
 from kvbm.tiers.remote.sealing import MasterKey, Sealer
+from rigs import packed
 from rigs.faulty_blobs import BlobFault, BlobRule, FaultyBlobs, MemoryBlobs
 from rigs.remote_nodes import PREFIX, Nodes, until
 
@@ -57,7 +57,7 @@ def test_a_silent_store_costs_a_deadline_and_touches_nothing_afterwards(nodes: N
     targets.fill(0x33)
     faulty.disarm()
     faulty.release()
-    until(node, lambda: node.describe()["hanging"] == 0 and node._loads.running == 0)
+    until(node, lambda: node.describe()["hanging"] == 0)
     assert b"".join(targets.views[0]) == b"\x33" * LAYOUT.block_bytes, (
         "bytes that come too late are thrown away"
     )
@@ -83,7 +83,7 @@ def test_sources_may_change_once_a_store_has_ended_although_the_store_still_read
     assert load_each(node, LAYOUT, keys_of(blocks)) == [Outcome.HIT] * 2
 
 
-def test_hanging_loads_are_replaced_and_then_the_tier_is_off(nodes: Nodes) -> None:
+def test_loads_that_hang_turn_the_tier_off_until_a_thread_is_free(nodes: Nodes) -> None:
     faulty = FaultyBlobs(nodes.blobs)
     node = nodes.make(faulty, load_threads=3, pending_limit=16)
     blocks = chain(0, 1)
@@ -100,17 +100,44 @@ def test_hanging_loads_are_replaced_and_then_the_tier_is_off(nodes: Nodes) -> No
     assert "slow" in node.fault and "memory:" in node.fault
     assert node.submit_load(9, keys_of(blocks), place, targets[0].views, None) is Outcome.RETRY
     assert node.submit_store(9, blocks, targets[0].views, None) is Outcome.RETRY
-    nodes.clock.advance(1.0)
+    nodes.clock.advance(60.0)
+    node.tick()
+    assert node.describe()["hanging"] == 3 and node.describe()["reading"] == "open", (
+        "no probe while no thread could read"
+    )
+    faulty.release()
+    until(node, lambda: node.describe()["hanging"] == 0)
     node.tick()
     until(node, lambda: node.fault == "")
-    assert load(node, LAYOUT, keys_of(blocks), place).outcome is Outcome.HIT, "in a thread in their place"
+    assert load(node, LAYOUT, keys_of(blocks), place).outcome is Outcome.HIT
+
+
+def test_threads_that_hang_take_room_from_loads_and_stores(nodes: Nodes) -> None:
+    faulty = FaultyBlobs(nodes.blobs)
+    node = nodes.make(faulty, load_threads=3, store_threads=2, pending_limit=16, store_deadline_s=2.0)
+    blocks = chain(0, 1)
+    store(node, LAYOUT, blocks)
+    place, targets = node.places(keys_of(blocks))[0], RemoteBuffers(LAYOUT, 1)
+    for operation in ("read", "put"):
+        faulty.arm(BlobRule(fault=BlobFault.SILENT, operation=operation, name="packs/", times=1))
+    assert node.submit_load(1, keys_of(blocks), place, targets.views, None) is Outcome.PENDING
+    sources = RemoteBuffers.of(keys_of(chain(10, 1)), LAYOUT)
+    assert node.submit_store(2, chain(10, 1), sources.views, None) is Outcome.PENDING
+    assert faulty.wait_silent(2)
+    nodes.clock.advance(2.0)
+    collect(node, 2)
+    assert (node.load_room, node.store_room) == (2, 2)
+    for job in range(3, 5):
+        assert node.submit_load(job, keys_of(blocks), place, targets.views, None) is Outcome.PENDING
+        collect(node, 1)
     faulty.release()
+    until(node, lambda: (node.load_room, node.store_room) == (3, 4))
 
 
 def test_a_listing_is_complete_once_what_it_found_was_taken_in(nodes: Nodes) -> None:
     first, blocks = nodes.make(), chain(0, 2)
     store(first, LAYOUT, blocks)
-    options = RemoteOptions(collect=False, hedge=False)
+    options = RemoteOptions(collect=False)
     second = open_blob_tier(nodes.blobs, LAYOUT, NAMESPACE, options, nodes.clock, random.Random(9))
     nodes.made.append(second)
     assert second.settle(20.0)
@@ -207,9 +234,10 @@ def test_a_block_that_was_damaged_on_its_way_costs_no_pack(nodes: Nodes) -> None
 def test_a_pack_that_is_there_is_believed_by_its_own_index_alone(nodes: Nodes) -> None:
     blocks = chain(0, 3)
     zeros = [[memoryview(bytes(LAYOUT.slot_bytes))] * LAYOUT.shard_count] * 3
-    packed = pack(LAYOUT, NAMESPACE.fingerprint, blocks, zeros, codec=zstd_shuffled())
-    node = nodes.make(codec="none")
-    nodes.blobs.put(PREFIX + packed.entry.name, packed.parts)
+    other = [block._replace(facts=b"other facts") for block in blocks]
+    theirs = pack(LAYOUT, NAMESPACE.fingerprint, other, zeros)
+    node = nodes.make()
+    nodes.blobs.put(PREFIX + theirs.entry.name, theirs.parts)
     sources = RemoteBuffers(LAYOUT, 3)
     assert node.submit_store(1, blocks, sources.views, None) is Outcome.PENDING
     assert collect(node, 1)[1].outcome is Outcome.HIT
@@ -222,14 +250,14 @@ def test_a_pack_that_is_there_is_believed_by_its_own_index_alone(nodes: Nodes) -
 
 def test_a_pack_that_was_written_again_otherwise_is_learned_anew_and_not_removed(nodes: Nodes) -> None:
     blocks = chain(0, 3)
-    here = nodes.make(codec="none")
+    here = nodes.make()
     sources = RemoteBuffers(LAYOUT, 3)
     assert here.submit_store(1, blocks, sources.views, None) is Outcome.PENDING
     collect(here, 1)
     (name,) = nodes.packs()
     nodes.blobs.delete([name])
-    packed = pack(LAYOUT, NAMESPACE.fingerprint, blocks, sources.views, codec=zstd_shuffled())
-    nodes.blobs.put(name, packed.parts)
+    other = [block._replace(facts=b"other facts") for block in blocks]
+    nodes.blobs.put(name, pack(LAYOUT, NAMESPACE.fingerprint, other, sources.views).parts)
     place = here.places(keys_of(blocks))[0]
     assert here.submit_load(2, keys_of(blocks), place, sources.views, None) is Outcome.PENDING
     assert collect(here, 1)[2].outcome is Outcome.MISS
@@ -238,6 +266,25 @@ def test_a_pack_that_was_written_again_otherwise_is_learned_anew_and_not_removed
     place = here.places(keys_of(blocks))[0]
     assert here.submit_load(3, keys_of(blocks), place, sources.views, None) is Outcome.PENDING
     assert collect(here, 1)[3].outcome is Outcome.HIT
+
+
+def test_a_compressed_pack_is_left_alone_and_counted(nodes: Nodes) -> None:
+    """A version that compressed has written it: nobody reads it, touches it, tells of it or removes it."""
+    blocks = chain(0, 3)
+    sources = [[memoryview(bytes(LAYOUT.slot_bytes))] * LAYOUT.shard_count] * 3
+    theirs = packed.compressed_blob(packed.Blocks(LAYOUT, blocks, sources), NAMESPACE.fingerprint)
+    name = PREFIX + theirs.entry.name
+    nodes.blobs.put(name, [theirs.data])
+    written_s = nodes.blobs.modified_s[name]
+    node, other = nodes.make(), nodes.make()
+    assert node.places(keys_of(blocks)) == [NOWHERE] * 3 and node.describe()["compressed_packs"] == 1
+    nodes.clock.advance(1e6)
+    assert store(node, LAYOUT, blocks).outcome is Outcome.HIT
+    nodes.pass_on(node, other)
+    nodes.pass_on(node, other)
+    assert node.places(keys_of(blocks)) == [NOWHERE] * 3 and node.describe()["compressed_packs"] == 2
+    assert other.describe()["compressed_packs"] == 1, "it was told of nothing"
+    assert (nodes.blobs.blobs[name], nodes.blobs.modified_s[name]) == (theirs.data, written_s)
 
 
 def test_what_one_tenant_sealed_is_a_miss_for_another_and_stays(nodes: Nodes) -> None:
@@ -263,27 +310,6 @@ def test_garbage_under_a_packs_name_is_replaced(nodes: Nodes) -> None:
     nodes.blobs.blobs[name] = b"garbage" * 100
     assert store(nodes.make(), LAYOUT, blocks).outcome is Outcome.HIT
     assert load_each(node, LAYOUT, keys_of(blocks)) == [Outcome.HIT] * 2
-
-
-def test_a_slow_read_is_asked_a_second_time_and_the_first_answer_wins(nodes: Nodes) -> None:
-    faulty = FaultyBlobs(nodes.blobs)
-    node = nodes.make(faulty, hedge=True)
-    blocks = chain(0, 1)
-    store(node, LAYOUT, blocks)
-    place = node.places(keys_of(blocks))[0]
-    for job in range(25):
-        assert load(node, LAYOUT, keys_of(blocks), place, job_id=job).outcome is Outcome.HIT
-    faulty.arm(BlobRule(fault=BlobFault.SILENT, operation="read", name="packs/", times=1))
-    targets = RemoteBuffers(LAYOUT, 1)
-    assert node.submit_load(99, keys_of(blocks), place, targets.views, None) is Outcome.PENDING
-    assert faulty.wait_silent(1)
-    nodes.clock.advance(0.06)
-    assert collect(node, 1)[99].outcome is Outcome.HIT
-    assert targets.holds(0, blocks[0].key) and node.describe()["hedged"] == 1
-    targets.fill(7)
-    faulty.release()
-    until(node, lambda: node._loads.running == 0)
-    assert node.poll() == [] and b"".join(targets.views[0]) == b"\7" * LAYOUT.block_bytes
 
 
 def test_closing_beside_a_silent_store_is_bounded(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:

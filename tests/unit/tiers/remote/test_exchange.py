@@ -57,7 +57,7 @@ def test_a_job_ends_once(exchange: Exchange) -> None:
     job = load_job(1)
     exchange.accept(job)
     assert exchange.uncollected(LoadJob) == 1 and exchange.uncollected(StoreJob) == 0
-    assert exchange.hold(job) and not exchange.hold(job), "another attempt has it"
+    assert exchange.hold(job)
     assert exchange.finish(job, HIT) and not exchange.finish(job, HIT) and not exchange.retry(job, "")
     assert select.select([exchange.fileno()], [], [], 0.0)[0]
     (completion,) = exchange.collect()
@@ -111,11 +111,22 @@ def test_a_store_goes_on_when_it_is_let_go_in_time(exchange: Exchange, clock: Ma
     assert not exchange.finish(job, HIT)
 
 
-def test_the_last_attempt_that_fails_decides(exchange: Exchange) -> None:
-    job = load_job(1)
-    exchange.accept(job)
-    exchange.asked_again(job)
-    assert not exchange.gave_up(job) and exchange.gave_up(job)
+def test_a_request_hangs_from_the_deadline_until_it_returns(exchange: Exchange, clock: ManualClock) -> None:
+    asked, waits, ended = load_job(1), load_job(2), load_job(3)
+    for job in (asked, waits, ended):
+        exchange.accept(job)
+    assert exchange.begin_request(asked) and exchange.begin_request(ended)
+    exchange.finish(ended, HIT)
+    clock.advance(2.0)
+    exchange.expire("")
+    assert (exchange.count_hanging(LoadJob), exchange.count_hanging(StoreJob)) == (1, 0)
+    assert not exchange.begin_request(waits), "it is over"
+    exchange.collect()
+    exchange.end_request(waits)
+    assert not select.select([exchange.fileno()], [], [], 0.0)[0]
+    exchange.end_request(asked)
+    assert exchange.count_hanging(LoadJob) == 0
+    assert select.select([exchange.fileno()], [], [], 0.0)[0], "the owner learns that there is room"
 
 
 def test_what_follows_from_an_end_comes_before_it(exchange: Exchange) -> None:

@@ -15,12 +15,10 @@ from kvbm.testing.remote_contract import (
 )
 from kvbm.testing.tier_contract import LAYOUT
 from kvbm.tiers.contract import BlockHead
-from kvbm.tiers.remote.blob_tier import BlobTier
 from kvbm.tiers.remote.contract import NOWHERE
 from kvbm.tiers.remote.prefixed import PrefixedBlobs
-from kvbm.tiers.remote.sweep import READS_A_ROUND
 from rigs.faulty_blobs import BlobFault, BlobRule, FaultyBlobs
-from rigs.remote_nodes import PREFIX, WAIT_S, Nodes
+from rigs.remote_nodes import WAIT_S, Nodes
 
 
 @pytest.fixture
@@ -66,6 +64,19 @@ def test_a_torn_segment_is_skipped_and_a_gap_is_made_good_by_a_listing(nodes: No
         assert NOWHERE not in there.places(keys_of(chain(10 * number, 2)))
 
 
+def test_packs_of_a_segment_that_stays_torn_are_found_by_a_listing(nodes: Nodes) -> None:
+    here, there = nodes.make(), nodes.make()
+    nodes.pass_on(there)
+    store(here, LAYOUT, chain(0, 2))
+    nodes.pass_on(here, seconds=1.0)
+    (segment,) = (name for name in nodes.blobs.blobs if "/log/" in name)
+    nodes.blobs.blobs[segment] = b"torn"
+    for _ in range(2):
+        nodes.pass_on(there)
+    assert there.describe()["log"] == {**there.describe()["log"], "gaps": 0, "skipped": 1}  # type: ignore[dict-item]
+    assert NOWHERE not in there.places(keys_of(chain(0, 2)))
+
+
 def test_a_new_node_reads_the_ends_of_the_newest_packs_first(nodes: Nodes) -> None:
     here = nodes.make()
     for first in range(0, 60, 2):
@@ -88,87 +99,10 @@ def untold(nodes: Nodes, *blocks: list[BlockHead]) -> None:
     nodes.pass_on(node, seconds=1.0)
 
 
-def requests_of(nodes: Nodes, seconds: float, *looking: BlobTier) -> dict[str, int]:
-    """What a minute after another costs these nodes."""
-    before = nodes.blobs.requests()
-    for _ in range(int(seconds / 60.0)):
-        nodes.pass_on(*looking)
-    after = nodes.blobs.requests()
-    return {kind: after[kind] - before[kind] for kind in after}
-
-
-def test_a_pack_that_no_log_tells_of_is_found_in_a_round(nodes: Nodes) -> None:
-    here = nodes.make(sweep_period_s=600.0)
-    untold(nodes, chain(0, 4))
-    (listings,) = {requests_of(nodes, 540.0, here)["list"]}
-    assert here.places(keys_of(chain(0, 4)))[0] == NOWHERE
-    assert requests_of(nodes, 120.0, here)["get"] == 1
-    assert load_each(here, LAYOUT, keys_of(chain(0, 4))) == [Outcome.HIT] * 4
-    assert here.describe()["untold_packs"] == 1
-    # Rounds go on, and read nothing twice. Each costs one listing beside those of the logs.
-    quiet = requests_of(nodes, 3600.0, here)
-    assert quiet["get"] == 0
-    assert quiet["list"] <= 60 + 6
-    assert listings <= 9
-
-
-def test_what_a_log_tells_in_time_is_not_read_by_a_round(nodes: Nodes) -> None:
-    here, there = nodes.make(), nodes.make()
-    store(there, LAYOUT, chain(0, 2))
-    spent = requests_of(nodes, 3600.0, here, there)
-    assert NOWHERE not in here.places(keys_of(chain(0, 2)))
-    assert spent["get"] == 1, "the segment of the log"
-    assert here.describe()["untold_packs"] == 0
-
-
-def test_a_round_leaves_alone_what_is_young_or_was_looked_at(nodes: Nodes) -> None:
-    here = nodes.make(sweep_period_s=600.0)
-    nodes.clock.advance(570.0)
-    untold(nodes, chain(0, 2))
-    nodes.blobs.put(f"{PREFIX}packs/00/{'0' * 40}", [b"no pack of ours"])
-    before = nodes.blobs.requests()["get"]
-    nodes.pass_on(here, seconds=50.0)
-    assert nodes.blobs.requests()["get"] == before, "its log may still tell"
-    assert requests_of(nodes, 7200.0, here)["get"] <= 3
-    assert NOWHERE not in here.places(keys_of(chain(0, 2)))
-
-
-def test_what_was_told_and_forgotten_is_no_find(nodes: Nodes) -> None:
-    """A touch makes packs look new, and a small catalogue has forgotten them: they push out nothing."""
-    here, there = nodes.make(sweep_period_s=600.0, catalogue_blocks=4), nodes.make()
-    told = [chain(10 * number, 2) for number in range(20)]
-    for each in told:
-        store(there, LAYOUT, each)
-    nodes.pass_on(there, seconds=1.0)
-    nodes.pass_on(here)
-
-    def known() -> list[int]:
-        return [number for number in range(20) if here.places(keys_of(told[number]))[0] != NOWHERE]
-
-    before = known()
-    assert len(before) == 2
-    for _ in range(3):
-        for name in nodes.packs():
-            nodes.blobs.touch(name)
-        requests_of(nodes, 900.0, here)
-        assert known() == before
-    assert here.describe()["untold_packs"] == 0
-
-
-def test_more_untold_packs_than_a_round_reads_are_found_in_the_next_ones(nodes: Nodes) -> None:
-    here = nodes.make(sweep_period_s=600.0)
-    for number in range(READS_A_ROUND):
-        nodes.blobs.put(f"{PREFIX}packs/00/{number:040x}", [b"no pack of ours"])
-    untold(nodes, *(chain(10 * number, 2) for number in range(READS_A_ROUND + 10)))
-    requests_of(nodes, 3000.0, here)
-    assert here.describe()["untold_packs"] == READS_A_ROUND + 10
-    assert requests_of(nodes, 3600.0, here)["get"] == 0
-
-
 def test_a_pack_that_was_left_untold_goes_like_every_other(nodes: Nodes) -> None:
     """It is collected when nobody used it for long, also where no node ever found it."""
     untold(nodes, chain(0, 2))
-    node = nodes.make(ttl_s=5000.0, collect_period_s=1000.0, collect=True, sweep_period_s=1e9)
+    node = nodes.make(ttl_s=5000.0, collect_period_s=1000.0, collect=True)
     nodes.clock.advance(4000.0)
     node.collector.run(in_turn=False)
     assert len(nodes.packs()) == 1
@@ -180,9 +114,10 @@ def test_a_pack_that_was_left_untold_goes_like_every_other(nodes: Nodes) -> None
 
 def test_who_finds_its_own_pack_there_tells_of_it(nodes: Nodes) -> None:
     """Whoever wrote it may have been killed before it told."""
-    here, there = nodes.make(sweep_period_s=1e9), nodes.make(sweep_period_s=1e9)
+    here, there = nodes.make(), nodes.make()
     untold(nodes, chain(0, 2))
     nodes.pass_on(here, there)
+    assert there.places(keys_of(chain(0, 2)))[0] == NOWHERE
     store(here, LAYOUT, chain(0, 2))
     assert here.describe()["existed"] == 1
     nodes.pass_on(here, there)

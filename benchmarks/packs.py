@@ -1,6 +1,6 @@
-"""G4: packing and unpacking blocks, against a bare checksum and copy of the same bytes; and what zstd and a seal cost.
+"""G4: packing and unpacking blocks, against a bare checksum and copy of the same bytes; and the cost of a seal.
 
-    python -m benchmarks.pack_codec [--output DIR] [--mib N]
+    python -m benchmarks.packs [--output DIR] [--mib N]
 
 One thread, all in memory: no store is asked. The bytes are like KV in bfloat16: normally distributed, each channel at
 a scale of its own. The ways take turns; a row has the median of its rates, and the median of its ratios within a round.
@@ -24,7 +24,6 @@ from kvbm.block import BlockKey, Outcome
 from kvbm.layout import BlockLayout
 from kvbm.present.tables import console, plain_table, save_json
 from kvbm.tiers.contract import BlockHead
-from kvbm.tiers.remote.codec import PLAIN, Codec, zstd_shuffled
 from kvbm.tiers.remote.packs import pack, unpack
 from kvbm.tiers.remote.records import checksum
 from kvbm.tiers.remote.sealing import MasterKey, Seal, Sealer
@@ -61,11 +60,9 @@ class Blocks:
             target[:] = source
             checksum(FINGERPRINT, key, [target])
 
-    def pack(self, codec: Codec, seal: Seal | None) -> list[Any]:
+    def pack(self, seal: Seal | None) -> list[Any]:
         """The parts of a pack of all blocks."""
-        packed = pack(
-            self.layout, FINGERPRINT, self.heads, self.sources, codec=codec, seal=seal, tenant=TENANT
-        )
+        packed = pack(self.layout, FINGERPRINT, self.heads, self.sources, seal=seal, tenant=TENANT)
         return list(packed.parts)
 
     def unpack(self, blob: bytes, seal: Seal | None) -> None:
@@ -84,22 +81,17 @@ def like_kv(byte_count: int) -> bytes:
 
 
 def measure(block_bytes: int, total_bytes: int) -> list[dict[str, Any]]:
-    """A row for each way: its rate, how it stands to the bare one in the same rounds, and stored bytes per raw byte."""
+    """A row for each way: its rate, and how it stands to the bare one in the same rounds."""
     blocks = Blocks(block_bytes, total_bytes)
     sealer = Sealer([MasterKey("bench", bytes(32))])
-    kinds: dict[str, tuple[Codec, Seal | None]] = {
-        "plain": (PLAIN, None),
-        "zstd": (zstd_shuffled(), None),
-        "sealed": (PLAIN, sealer),
-        "zstd, sealed": (zstd_shuffled(), sealer),
-    }
-    blobs = {kind: b"".join(blocks.pack(*how)) for kind, how in kinds.items()}
+    kinds: dict[str, Seal | None] = {"plain": None, "sealed": sealer}
+    blobs = {kind: b"".join(blocks.pack(seal)) for kind, seal in kinds.items()}
     ways: dict[str, Callable[[], object]] = {
         "bare pack": blocks.bare_checksum,
         "bare unpack": blocks.bare_copy_and_checksum,
     }
-    for kind, (codec, seal) in kinds.items():
-        ways[f"{kind} pack"] = partial(blocks.pack, codec, seal)
+    for kind, seal in kinds.items():
+        ways[f"{kind} pack"] = partial(blocks.pack, seal)
         ways[f"{kind} unpack"] = partial(blocks.unpack, blobs[kind], seal)
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(ROUNDS):
@@ -115,7 +107,6 @@ def measure(block_bytes: int, total_bytes: int) -> list[dict[str, Any]]:
             "of_bare": statistics.median(
                 bare / own for bare, own in zip(seconds[f"bare {way.rsplit(' ', 1)[1]}"], took, strict=True)
             ),
-            "stored": len(blobs.get(way.rsplit(" ", 1)[0], b"")) / blocks.total_bytes or 1.0,
         }
         for way, took in seconds.items()
     ]
@@ -131,11 +122,11 @@ def main() -> int:
     options = parser.parse_args()
     rows = [row for block_bytes in BLOCK_BYTES for row in measure(block_bytes, options.mib << 20)]
     options.output.mkdir(parents=True, exist_ok=True)
-    save_json({"rows": rows}, options.output / "pack_codec.json")
-    columns = ("block KiB", "way", "GB/s", "of the bare one", "stored/raw")
+    save_json({"rows": rows}, options.output / "packs.json")
+    columns = ("block KiB", "way", "GB/s", "of the bare one")
     table = plain_table(columns, words={"way"}, title="Packs of the remote tier, one thread")
     for row in rows:
-        figures = f"{row['bytes_per_s'] / 1e9:.2f}", f"{row['of_bare']:.2f}", f"{row['stored']:.3f}"
+        figures = f"{row['bytes_per_s'] / 1e9:.2f}", f"{row['of_bare']:.2f}"
         table.add_row(str(row["block_bytes"] >> 10), row["way"], *figures)
     console().print(table)
     return 0
