@@ -30,6 +30,7 @@ REMOVED: dict[str, str] = {
     "kvbm manager --fleet-share": "readers hold at most a twentieth of host memory",
     "kvbm scale --weight": _ROUTER,
     "kvbm scale --temperature": _ROUTER,
+    "kvbm resize": "set DYN_KVBM_CPU_CACHE_GB and restart the manager; tiers below and other nodes keep their blocks",
 }
 """The call from `kvbm` on, up to the removed word, without arguments; and what to use instead, to end a sentence."""
 

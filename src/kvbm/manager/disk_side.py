@@ -12,7 +12,6 @@ from kvbm.block import BlockKey, Outcome, SlotIndex, Tier
 from kvbm.clock import Clock
 from kvbm.manager.departed import CORRUPT, Departed
 from kvbm.manager.held_keys import HeldKeys
-from kvbm.manager.host_side import HostSide
 from kvbm.manager.leases import Lease
 from kvbm.manager.names import EngineNames
 from kvbm.manager.offload import Offloader
@@ -29,23 +28,6 @@ from kvbm.tiers.host import HostArena
 
 HEAL_INTERVAL_S = 10.0
 CLOSE_S_MAX = 5.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Retired:
-    """The queues of host memory that was replaced, which wait for the reads and writes under way there."""
-
-    onboarder: Onboarder
-    offloader: Offloader[BlockKey]
-
-    @property
-    def in_flight(self) -> int:
-        """Blocks under way."""
-        return self.onboarder.queued_count + self.offloader.queued_count
-
-    def completed(self, completion: Completion) -> bool:
-        """Take a completion; False when it is not of here."""
-        return self.onboarder.completed(completion) or self.offloader.completed(completion)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -86,8 +68,6 @@ class DiskSide:
     _to_void: list[int] = field(default_factory=list, init=False)
     # Polled and not yet looked at.
     _ended: deque[Completion] = field(default_factory=deque, init=False)
-    # Of host memory that was replaced while blocks moved between it and disk.
-    _retired: list[_Retired] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         slots, tokens = self.medium.slot_count, self.arena.layout.block_tokens
@@ -108,8 +88,7 @@ class DiskSide:
     @property
     def queued_count(self) -> int:
         """Blocks on their way between host memory and disk."""
-        retired = sum(each.in_flight for each in self._retired)
-        return self.onboarder.queued_count + self.offloader.queued_count + retired
+        return self.onboarder.queued_count + self.offloader.queued_count
 
     @property
     def run_blocks_max(self) -> int:
@@ -147,15 +126,14 @@ class DiskSide:
         self._ended += self.medium.poll()
         while self._ended:
             completion = self._ended.popleft()
-            if not self.onboarder.completed(completion) and not self.offloader.completed(completion):
-                any(each.completed(completion) for each in self._retired)
+            if not self.onboarder.completed(completion):
+                self.offloader.completed(completion)
             if self.clock() >= until_s:
                 break
         return bool(self._ended)
 
     def advance(self) -> bool:
         """Submit queued blocks; try a medium that is off again when that is due. Whether it is to be called again."""
-        self._retired = [each for each in self._retired if each.in_flight]
         again = self.onboarder.pump()
         if self.departures is not None:
             self.departures.advance(self.clock())
@@ -187,25 +165,6 @@ class DiskSide:
                 break
         self.void_emptied()
         self.medium.close(keep)
-
-    def replace_host(self, host: HostSide) -> None:
-        """Go over to other host memory. Reads and writes under way end in the memory before.
-
-        No lease waits for a read. Blocks that wait to be written are, where they were carried over.
-        """
-        onboarder, offloader = self.onboarder, self.offloader
-        onboarder.give_up()
-        self._retired.append(_Retired(onboarder, offloader))
-        self.host_pool, self.arena, self.names = host.pool, host.arena, host.names
-        self.host_facts, self.departures, self.rising = host.facts, host.departures, host.rising
-        self._make_queues()
-        self.offloader.queue.update(offloader.queue)
-        offloader.queue.clear()
-
-    @property
-    def moving_out(self) -> bool:
-        """Reads or writes are still under way in host memory that was replaced."""
-        return any(each.in_flight for each in self._retired)
 
     def _index_anew(self) -> None:
         """Index what a medium that works again has brought back; what it has not is evicted."""

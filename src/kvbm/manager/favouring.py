@@ -65,11 +65,6 @@ class Favouring:
         if (favours := self._obtained(tenant)) is not None:
             favours.stored_for(tenant, parent)
 
-    def nobody_comes(self) -> None:
-        """Room is made for no block at all."""
-        if self.favours is not None:
-            self.favours.nobody_comes()
-
     def recovers(self, found: bool) -> None:
         """Blocks were found of which nobody knows whose they are, until they are asked for."""
         self._recovered = found

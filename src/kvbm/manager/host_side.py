@@ -1,4 +1,4 @@
-"""The host memory of a space: the arena, its index and the names of its blocks. It can be replaced as a whole."""
+"""The host memory of a space: the arena, its index and the names of its blocks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,6 @@ def make_host_side(
     departures: Departures | None = None
     if writes_on_eviction:
         policy = departures = Departures(policy, arena.slot_count)
-    # Without its parents a block could not be carried over to other memory.
     # Nobody owns a part of the way to disk: each block is there for a moment.
     share = 0.0 if options.staging else options.salt_share
     pool = SlotPool(Tier.HOST, arena.slot_count, policy, emptied, chained, chained, share)

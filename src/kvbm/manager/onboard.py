@@ -202,13 +202,6 @@ class Onboarder:
                 unread += len(run.keys)
         return bool(self._doubted)
 
-    def give_up(self) -> None:
-        """No lease waits for anything any more: the runs that are not being read leave the queue."""
-        queued, self._queue = self._queue, deque()
-        for run in queued:
-            if run.keys:
-                self._finish(run, [BlockEnd(Outcome.THROTTLED)] * len(run.keys))
-
     def released(self) -> None:
         """A lease ended that waited for blocks: runs that nobody waits for any more shall not keep their host slots."""
         self._doubt_again = True

@@ -75,8 +75,6 @@ class SlotPool(BlockIndex[KeyT]):
         self._parents: list[KeyT | None] | None = [None] * slot_count if keeps_parents else None
         self._free = array("i", range(slot_count - 1, -1, -1))
         self.tails = bytearray(slot_count)  # whether a slot's block is one of a tail; others only read
-        # Slots that get no block any more. They count as being filled.
-        self._withheld: list[int] = []
 
     # ---- questions
 
@@ -120,9 +118,8 @@ class SlotPool(BlockIndex[KeyT]):
         return self._table if favours is None else favours.spared_from(self._table, now_s)
 
     def slots_in(self, state: BlockState) -> list[int]:
-        """All slots in this state, but those that were taken out of use. Looks at every slot."""
-        withheld = set(self._withheld)
-        return [slot for slot, each in enumerate(self._state) if each == state and slot not in withheld]
+        """All slots in this state. Looks at every slot."""
+        return [slot for slot, each in enumerate(self._state) if each == state]
 
     @property
     def evicted_count(self) -> int:
@@ -152,10 +149,6 @@ class SlotPool(BlockIndex[KeyT]):
         for slot, state in enumerate(self._state):
             if state == BlockState.RESIDENT:
                 yield SlotIndex(slot), self.key_of(slot)
-
-    def resident_but_not_in(self, other: SlotPool[KeyT]) -> list[KeyT]:
-        """The blocks that are resident here and not held by another pool."""
-        return [key for key in self._slots.keys() - other._slots.keys() if self.find(key) is not None]
 
     # ---- moves
 
@@ -293,32 +286,6 @@ class SlotPool(BlockIndex[KeyT]):
         self._empty(unused, Transition.EVICT)
         return len(unused), self.slot_count - len(self._free)
 
-    def withhold(self, count: int, now_s: float) -> list[int]:
-        """Take slots out of use, at most `count`: those that hold nothing, else the policy's next victims.
-
-        Fewer, or none, where the others are leased or being filled. `give_back_withheld` undoes it.
-        """
-        if not self._free:
-            self.favouring.nobody_comes()
-            self._make_room(count, (), NO_SLOT, now_s)
-        first = max(0, len(self._free) - count)
-        slots = sorted(self._free[first:])
-        del self._free[first:]
-        self._table.move(slots, Transition.RESERVE)
-        self._withheld += slots
-        return slots
-
-    def give_back_withheld(self) -> None:
-        """The slots that were taken out of use are free again."""
-        slots, self._withheld = self._withheld, []
-        self._table.move(slots, Transition.ABORT)
-        self._free.extend(slots)
-
-    @property
-    def withheld_count(self) -> int:
-        """Slots that were taken out of use."""
-        return len(self._withheld)
-
     # ---- law
 
     def check(self) -> None:
@@ -326,8 +293,7 @@ class SlotPool(BlockIndex[KeyT]):
         states = [self._state.count(state) for state in BlockState]
         assert sum(states) == self.slot_count
         assert states[BlockState.FREE] == len(self._free) == len(set(self._free))
-        held = len(self._slots) + len(self._withheld)
-        assert states[BlockState.FILLING] + states[BlockState.RESIDENT] == held
+        assert states[BlockState.FILLING] + states[BlockState.RESIDENT] == len(self._slots)
         for key, slot in self._slots.items():
             assert self._keys[slot] == key
             assert self._state[slot] != BlockState.FREE

@@ -29,7 +29,6 @@ from kvbm.policy.shares import NOBODY, Shares
 RETURNED_AT_ONCE = 4096
 """Slots whose favour has ended and that the inner policy is offered in one go, unless it has nothing else."""
 ALL_RETAINED = -1
-_ANY_PRIORITY = 1 << 30
 
 
 class Favours:
@@ -58,7 +57,7 @@ class Favours:
         self.spared = {"retention": 0, "share": 0}
         """Blocks that were passed over, by what favoured them; likewise."""
         self._put_back = put_back
-        self._newcomer, self._anything = NOBODY, False
+        self._newcomer = NOBODY
         self._filling = set(filling)
         # What the inner policy was refused: for its tenant's sake, and as it is retained.
         self._refused_for: dict[int, dict[int, None]] = {}
@@ -74,17 +73,13 @@ class Favours:
 
     def asked_by(self, tenant: str | None, now_s: float) -> None:
         """What is requested next is the tenant's; None: of nobody that is known."""
-        self._newcomer, self._anything = self.shares.number(tenant), False
+        self._newcomer = self.shares.number(tenant)
         self.shares.asks(self._newcomer, now_s)
 
     def stored_for(self, tenant: str | None, parent: int) -> None:
         """What comes in next is the tenant's. Where that is not said, it is whose the block in slot `parent` is."""
         number = self.shares.label[parent] if parent >= 0 and not tenant else NOBODY
-        self._newcomer, self._anything = number or self.shares.number(tenant), False
-
-    def nobody_comes(self) -> None:
-        """Room is made next for no block at all: anything may go for that in the end."""
-        self._newcomer, self._anything = NOBODY, True
+        self._newcomer = number or self.shares.number(tenant)
 
     def tenant_of(self, slot: int) -> str | None:
         """Whose block is in this slot; None where nobody knows."""
@@ -203,8 +198,6 @@ class Favours:
             for slot in slots:
                 del self._refused_retained[slot]
             yield _Kept(self, leased, priority, exact=True, exempt=own), slots
-        if self._anything and shares.sheltered:
-            yield _Kept(self, leased, _ANY_PRIORITY, shelters=False), self._take_refused([*self._refused_for])
 
     # ---- what the inner policy was refused
 
@@ -296,7 +289,7 @@ class _Kept:
     about and may choose.
 
     `priority`: what is retained with that or less may go. `exact`: tenants are kept at their floors, not above.
-    `exempt`: what this tenant holds may go. `shelters`: otherwise what any tenant holds.
+    `exempt`: what this tenant holds may go.
     """
 
     def __init__(
@@ -306,13 +299,11 @@ class _Kept:
         priority: int = ALL_RETAINED,
         exact: bool = False,
         exempt: int = NOBODY,
-        shelters: bool = True,
     ) -> None:
         self._favours, self._leased = favours, leased
         self._here, self._shares = favours.retained.here, favours.shares
         self._priority, self._exact, self._exempt = priority, exact, exempt
-        self._sheltered = self._shares.sheltered if shelters else frozenset[int]()
-        self._shelters = shelters
+        self._sheltered = self._shares.sheltered
         self.allowed: set[int] = set()
 
     def __contains__(self, slot: object) -> bool:
@@ -347,6 +338,6 @@ class _Kept:
     def at_once(self) -> int:
         """So many victims can be taken of one answer with nobody falling below its floor."""
         shares = self._shares
-        if not self._shelters or not shares.floor:
+        if not shares.floor:
             return 1 << 30
         return shares.spare(self._exempt) if self._exact else shares.margin

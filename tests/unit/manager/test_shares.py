@@ -18,7 +18,6 @@ from kvbm.policy.shares import ACTIVE_S, OTHERS, TENANTS_MAX, Shares
 from kvbm.protocol import PROTOCOL_VERSION, Commit, Hello, Release, Reserve, ReserveReply, Welcome
 from rigs.fake_tier import FakeTier
 from rigs.manager import Client, ManagerBench
-from rigs.resizing import come_back, operator, resize, sent_away
 from rigs.space import Bench
 
 
@@ -181,32 +180,6 @@ def test_after_a_restart_blocks_belong_to_who_asks_for_them() -> None:
     pool.requested(keys[:2], 1.0, tenant="one")
     assert [pool.favouring.tenant_of(slot) for slot in range(4)] == ["one", "one", None, None]
     pool.check()
-
-
-def test_another_size_of_host_memory_keeps_shares_and_what_is_retained(
-    make_manager: Callable[..., ManagerBench],
-) -> None:
-    manager = make_manager(eviction="lru", host_blocks=32)
-    leader, worker = manager.engine()
-    quiet, loud = Tenant(leader, 1, "quiet"), Tenant(leader, 2, "loud")
-    quiet.ask(0)
-    quiet.store(0)
-    loud.ask(0)
-    loud.store(0)
-    leader.lookup(9999, chain(1), tenant="quiet", hint={"retain": [{"end": 8, "min_ttl": 600}]})
-    leader.send(Release(lookup=9999))
-    manager.step()
-    assert not resize(operator(manager), 24).refusal
-    sent_away(leader, worker)
-    leader, _ = come_back(manager)
-    pool = manager.space().host_pool
-    assert pool.slot_count == 24
-    assert pool.favouring.retained_count == 2
-    assert pool.favouring.tenant_counts == (2, 2)
-    assert {pool.favouring.tenant_of(slot) for slot, _ in pool.resident()} == {"quiet", "loud"}
-    loud.leader = quiet.leader = leader
-    flood(manager, loud, 10)
-    assert quiet.ask(0) == 4
 
 
 def test_operators_status_says_how_many_salts_there_are(make_manager: Callable[..., ManagerBench]) -> None:
