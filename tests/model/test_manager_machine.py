@@ -15,7 +15,7 @@ from kvbm.manager.disk_side import HEAL_INTERVAL_S
 from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.lookups import advance
 from kvbm.policy import LeafFirstLru
-from kvbm.tiers.contract import Completion, SlotTier
+from kvbm.tiers.contract import Completion, RunTier
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 from model.manager_machine import (
     CHAINS,
@@ -29,14 +29,14 @@ from model.manager_machine import (
     pick,
     positions,
 )
-from rigs.fake_tier import FakeMedium, FakeRunTier, FakeTier
+from rigs.fake_tier import FakeMedium, FakeTier
 from rigs.property_tests import scale_examples
 
 
 class HostOnlyMachine(ManagerMachine):
     """Nothing below host memory."""
 
-    def make_tier(self) -> SlotTier | None:
+    def make_tier(self) -> RunTier | None:
         return None
 
 
@@ -47,7 +47,7 @@ class FakeTierMachine(ManagerMachine):
         super().__init__()
         self.medium = FakeMedium(LAYOUT, DISK_SLOTS)
 
-    def make_tier(self) -> SlotTier | None:
+    def make_tier(self) -> RunTier | None:
         return FakeTier(self.medium, pending_limit=3)
 
     @rule(first=positions)
@@ -202,8 +202,8 @@ class FarAheadMachine(DepartingMachine):
 class RunsMachine(FakeTierMachine):
     """The tier below moves runs."""
 
-    def make_tier(self) -> SlotTier | None:
-        return FakeRunTier(self.medium, pending_limit=3, run_blocks_max=3)
+    def make_tier(self) -> RunTier | None:
+        return FakeTier(self.medium, pending_limit=3, run_blocks_max=3)
 
 
 class DepartingRunsMachine(DepartingMachine, RunsMachine):
@@ -237,7 +237,7 @@ class DiskMachine(ManagerMachine):
         super().__init__()
         self.directory = tempfile.TemporaryDirectory(prefix="kvbm-machine-")
 
-    def make_tier(self) -> SlotTier | None:
+    def make_tier(self) -> RunTier | None:
         return DrainedTier(
             open_disk_tier(
                 self.directory.name,

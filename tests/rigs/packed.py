@@ -10,7 +10,7 @@ import pytest
 
 from kvbm.block import BlockKey, Outcome
 from kvbm.layout import BlockLayout
-from kvbm.testing.tier_contract import make_key
+from kvbm.testing.stored_runs import make_key
 from kvbm.tiers.contract import BlockEnd, BlockHead
 from kvbm.tiers.remote.codec import PLAIN, Codec, zstd_shuffled
 from kvbm.tiers.remote.packs import PackEntry, pack, unpack

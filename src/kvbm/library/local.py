@@ -33,7 +33,7 @@ from kvbm.policy import AdmissionPolicy
 from kvbm.protocol import HELD
 from kvbm.settings import Settings, container_limit_bytes, parse_size
 from kvbm.settings.places import default_runtime_dir
-from kvbm.tiers.contract import SlotTier
+from kvbm.tiers.contract import RunTier
 from kvbm.tiers.disk.geometry import DiskSetting
 from kvbm.tiers.disk.tier import open_disk_tier
 from kvbm.tiers.host import HostArena
@@ -281,7 +281,7 @@ class LocalSpace:
 
     def _open_tiers(
         self, wanted: StagingOptions, host: str | int | None, disk: str | int | None
-    ) -> tuple[HostArena, SlotTier | None, torch.Tensor | None]:
+    ) -> tuple[HostArena, RunTier | None, torch.Tensor | None]:
         """The arena, the disk tier, and the arena as a tensor where it is no host memory."""
         if host is None:
             if disk is None:

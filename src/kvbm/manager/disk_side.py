@@ -113,7 +113,7 @@ class DiskSide:
                 self.facts.note(target + slot - source, fact)
             before = key
         views = self.arena.slot_views(source, len(keys))
-        return self.medium.submit_store_run(job_id, blocks, SlotIndex(target), views)
+        return self.medium.submit_store(job_id, blocks, SlotIndex(target), views)
 
     def keep(self, key: BlockKey) -> None:
         """The block gets a continuation: room for that is not made of the block itself."""
@@ -248,7 +248,7 @@ class DiskSide:
         first = end = slots[0]
         for slot in slots:
             if slot != end:
-                self.medium.forget_run(SlotIndex(first), end - first)
+                self.medium.forget(SlotIndex(first), end - first)
                 first = slot
             end = slot + 1
-        self.medium.forget_run(SlotIndex(first), end - first)
+        self.medium.forget(SlotIndex(first), end - first)

@@ -336,7 +336,7 @@ class Offloader(Generic[KeyT]):
         self._in_flight_blocks -= run.length
         self.host_pool.unlease_all(run.host_slots)
         hits, failed = list[int](), list[int]()
-        for disk_slot, end in zip(run.disk_slots, completion.ends, strict=True):
+        for disk_slot, end in zip(run.disk_slots, completion.blocks, strict=True):
             (hits if end.outcome is Outcome.HIT else failed).append(disk_slot)
         self.disk_pool.commit_all(hits)
         moves_log.added(len(hits), "disk")
@@ -350,7 +350,10 @@ class Offloader(Generic[KeyT]):
             name = "kvbm_offload_blocks_d2d" if self.staging else "kvbm_offload_blocks_h2d"
             self.metrics.add(name, len(hits))
         for disk_slot, key in zip(failed, lost, strict=True):
-            if completion.ends[disk_slot - run.disk_slot].outcome is Outcome.RETRY and not self.writer.fault:
+            if (
+                completion.blocks[disk_slot - run.disk_slot].outcome is Outcome.RETRY
+                and not self.writer.fault
+            ):
                 # The medium has no room for it, and goes on with what it has.
                 self._skip("full", admitted=True, key=key)
             else:

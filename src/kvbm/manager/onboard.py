@@ -247,7 +247,7 @@ class Onboarder:
             self.metrics.add("kvbm_transfer_bytes_total", bytes_moved, source=tier, target="host")
             self.metrics.observe("kvbm_transfer_seconds", completion.seconds, source=tier, target="host")
             self.metrics.observe("kvbm_transfer_size_bytes", bytes_moved, source=tier, target="host")
-        ends = completion.ends
+        ends = completion.blocks
         # Strict: a block whose end a tier does not tell must never count as one that came.
         for slot, key, end in zip(run.host_slots, run.keys, ends, strict=True):
             if end.outcome is Outcome.HIT:

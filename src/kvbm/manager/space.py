@@ -36,10 +36,9 @@ from kvbm.observe import moves_log
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
 from kvbm.protocol import REFUSED
-from kvbm.tiers.contract import SlotTier
+from kvbm.tiers.contract import RunTier
 from kvbm.tiers.host import HostArena
 from kvbm.tiers.remote.contract import RemoteTier
-from kvbm.tiers.runs import with_runs
 
 
 class Space:
@@ -53,7 +52,7 @@ class Space:
         self,
         layout: BlockLayout,
         arena: HostArena,
-        medium: SlotTier | None,
+        medium: RunTier | None,
         admission: AdmissionPolicy,
         metrics: Metrics,
         clock: Clock,
@@ -90,10 +89,10 @@ class Space:
         self.departed.on_left_host = self.foresight.prefetching.left
 
     def _make_disk(
-        self, medium: SlotTier, host: HostSide, admission: AdmissionPolicy, tail_groups: frozenset[int]
+        self, medium: RunTier, host: HostSide, admission: AdmissionPolicy, tail_groups: frozenset[int]
     ) -> DiskSide:
         return DiskSide(
-            medium=with_runs(medium),
+            medium=medium,
             host_pool=self.host_pool,
             arena=self.arena,
             names=self._names,

@@ -105,7 +105,7 @@ def test_blocks_are_written_as_they_come_and_found_once_they_are_written() -> No
     assert rig.offloader.queued_count == 1, "what is on disk, or on its way, is not queued again"
     rig.writer.finish(rig.offloader)
     assert rig.offloader.queued_count == rig.host.counts().leased == 0
-    assert not rig.offloader.completed(Completion(job_id=99, outcome=Outcome.HIT))
+    assert not rig.offloader.completed(Completion(job_id=99, outcome=Outcome.HIT, blocks=()))
 
 
 @pytest.mark.parametrize("budget", [False, True])

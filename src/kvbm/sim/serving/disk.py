@@ -21,7 +21,7 @@ from kvbm.settings import Settings
 from kvbm.sim.serving.events import Events
 from kvbm.sim.serving.machine import Link
 from kvbm.sim.serving.tier import SimulatedTier
-from kvbm.tiers.contract import Completion
+from kvbm.tiers.contract import BlockEnd, Completion
 
 WRITES_IN_FLIGHT_MAX = Settings().max_concurrent_transfers * Settings().max_transfer_batch_size
 WRITES = ("through", "eviction")
@@ -138,7 +138,7 @@ class SimulatedDisk:
         return Outcome.PENDING
 
     def _written(self, now_s: float, job_id: int) -> None:
-        written = Completion(job_id=job_id, outcome=Outcome.HIT, bytes_moved=self._block_bytes)
+        written = Completion.of(job_id, [BlockEnd(Outcome.HIT)], self._block_bytes)
         self._offloader.completed(written)
         self._advance(1)
 
