@@ -8,7 +8,6 @@ import pytest
 
 from kvbm.policy import EvictionPolicy, make_policy
 from kvbm.policy.contract import knows_hints
-from kvbm.policy.departures import Departures
 from kvbm.policy.favours import Favours
 from kvbm.policy.registry import EVICTION
 from kvbm.testing.policy_contract import PolicyContract
@@ -72,4 +71,3 @@ class TestFavours(PolicyContract):
 def test_it_knows_what_the_inner_policy_knows(name: str) -> None:
     inner = make_policy(name, 8)
     assert knows_hints(Favours(inner, 8, 0.5)) == knows_hints(inner)
-    assert knows_hints(Favours(Departures(inner, 8), 8, 0.5)) == knows_hints(Departures(inner, 8))

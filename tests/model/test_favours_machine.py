@@ -61,9 +61,7 @@ class FavoursMachine(RuleBasedStateMachine):
     def start(self, policy: str, share: float) -> None:
         inner = make_policy(policy, SLOTS)
         self.admits_all, self.share = policy != "gittins", share
-        self.pool: SlotPool[Key] = SlotPool(
-            Tier.HOST, SLOTS, inner, self.emptied, keeps_parents=True, salt_share=share
-        )
+        self.pool: SlotPool[Key] = SlotPool(Tier.HOST, SLOTS, inner, self.emptied, salt_share=share)
 
     # ---- the oracle
 

@@ -30,7 +30,6 @@ class Bench:
         disk_slots: int = 16,
         staging: bool = False,
         pending_limit: int = 8,
-        on_eviction: bool = False,
         admission: AdmissionPolicy | None = None,
         eviction: str = "lru",
         disk: bool = True,
@@ -56,8 +55,7 @@ class Bench:
             SpaceOptions(
                 staging=staging,
                 eviction=eviction,
-                write_on_eviction=on_eviction,
-                in_flight_max=4 if run_blocks_max is None else 16,
+                in_flight_max=4 if run_blocks_max == 1 else 16,
                 brought_at_once=brought_at_once,
             ),
         )

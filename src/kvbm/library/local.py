@@ -48,7 +48,6 @@ _ARRIVAL_DEADLINE_S = 30.0
 _POLL_S = 0.0002
 _TICK_S = 0.5
 _CLOSE_FLUSH_S = 5.0
-_DISK_WRITES = ("through", "eviction")
 
 
 class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +60,6 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     eviction: str
     disk_admission: str
     disk_write_budget: str | int
-    disk_write: str
     staging: str | int
     disk_direct: str
     device: str
@@ -92,8 +90,6 @@ class LocalSpace:
         self, options: LocalOptions, layout: BlockLayout, namespace: Namespace, metrics: Metrics, clock: Clock
     ) -> None:
         refuse_eviction("eviction", options.eviction)
-        if options.disk_write not in _DISK_WRITES:
-            raise SettingsError("disk_write", options.disk_write, f"one of: {', '.join(_DISK_WRITES)}")
         self._layout = layout
         self._namespace = namespace
         self._clock = clock
@@ -139,7 +135,6 @@ class LocalSpace:
                 SpaceOptions(
                     staging=options.host is None,
                     eviction=options.eviction,
-                    write_on_eviction=options.disk_write == "eviction",
                 ),
                 remotes,
             )

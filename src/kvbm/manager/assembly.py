@@ -188,7 +188,6 @@ class SpaceTable:
             options = SpaceOptions(
                 staging=staging,
                 eviction=settings.eviction,
-                write_on_eviction=settings.disk_write == "eviction",
                 in_flight_max=settings.max_concurrent_transfers * settings.max_transfer_batch_size,
                 keeps_facts=events,
                 salt_share=settings.salt_share,

@@ -22,7 +22,6 @@ from kvbm.manager.sources import DiskSource
 from kvbm.observe.metrics import Metrics
 from kvbm.observe.moves_log import FullPool
 from kvbm.policy import AdmissionPolicy, make_policy
-from kvbm.policy.departures import Departures
 from kvbm.tiers.contract import BlockHead, Completion, RunTier
 from kvbm.tiers.host import HostArena
 
@@ -34,8 +33,8 @@ CLOSE_S_MAX = 5.0
 class DiskSide:
     """The part of a space that exists only with a disk. Owned by the manager's thread.
 
-    `departures` is the policy of the host pool where blocks are written on eviction, and None elsewhere. After a fault
-    the medium is tried again now and then; `pool`, `onboarder` and `offloader` are new ones once it works.
+    After a fault the medium is tried again now and then; `pool`, `onboarder` and `offloader` are new ones once it
+    works.
     """
 
     medium: RunTier
@@ -45,7 +44,6 @@ class DiskSide:
     host_facts: SlotFacts
     rising: dict[int, Rising]
     admission: AdmissionPolicy
-    departures: Departures | None
     eviction: str
     staging: bool
     in_flight_max: int
@@ -115,11 +113,6 @@ class DiskSide:
         views = self.arena.slot_views(source, len(keys))
         return self.medium.submit_store(job_id, blocks, SlotIndex(target), views)
 
-    def keep(self, key: BlockKey) -> None:
-        """The block gets a continuation: room for that is not made of the block itself."""
-        if self.departures is not None and (slot := self.host_pool.find(key)) is not None:
-            self.departures.keep(slot, self.clock())
-
     def collect(self, until_s: float = inf) -> bool:
         """Take the completions; until that time, but one in any case. Whether there are some left."""
         self.void_emptied()
@@ -135,8 +128,6 @@ class DiskSide:
     def advance(self) -> bool:
         """Submit queued blocks; try a medium that is off again when that is due. Whether it is to be called again."""
         again = self.onboarder.pump()
-        if self.departures is not None:
-            self.departures.advance(self.clock())
         again = self.offloader.pump() or again
         self.void_emptied()
         now_s = self.clock()
@@ -147,11 +138,6 @@ class DiskSide:
                 self.onboarder.healed()
                 self._index_anew()
         return again
-
-    def offer_all(self) -> None:
-        """Host memory is about to go: offer to disk the blocks that are only written on eviction."""
-        if self.departures is not None:
-            self.departures.advance_all(self.clock())
 
     def close(self, keep: bool) -> None:
         """Write queued blocks as long as the medium takes them, at most for `CLOSE_S_MAX`, and release it."""
@@ -214,12 +200,9 @@ class DiskSide:
             self._job_ids,
             self.in_flight_max,
             self.staging,
-            self.departures.write_ended if self.departures is not None else None,
             self.departed.not_written,
             FullPool("disk", self.clock),
         )
-        if self.departures is not None:
-            self.departures.attach(self.host_pool, self.offloader)
 
     def _corrupt(self, keys: Sequence[BlockKey]) -> None:
         self.departed.note(Tier.DISK, keys, CORRUPT)

@@ -44,7 +44,7 @@ class SlotPool(BlockIndex[KeyT]):
 
     `on_emptied(slots, keys, was_resident)` is called whenever slots become free, before anyone can reserve them
     again: the owner invalidates readers and journals there. `chained`: a block is of use only while its parent is
-    here too, so parents go last; without it each block stands alone. `keeps_parents`: `parent_of` can be called.
+    here too, so parents go last; without it each block stands alone.
     `salt_share` is the part of an equal share of the slots that each tenant is sure of (see `favouring`).
     """
 
@@ -55,7 +55,6 @@ class SlotPool(BlockIndex[KeyT]):
         policy: EvictionPolicy,
         on_emptied: Callable[[Sequence[int], Sequence[KeyT], bool], None] | None = None,
         chained: bool = True,
-        keeps_parents: bool = False,
         salt_share: float = 0.0,
     ) -> None:
         from kvbm.manager.slot_table import SlotTable  # needs numpy
@@ -72,7 +71,6 @@ class SlotPool(BlockIndex[KeyT]):
         self._on_emptied = on_emptied
         self.on_committed: Callable[[Sequence[int]], None] | None = None
         self._chained = chained
-        self._parents: list[KeyT | None] | None = [None] * slot_count if keeps_parents else None
         self._free = array("i", range(slot_count - 1, -1, -1))
         self.tails = bytearray(slot_count)  # whether a slot's block is one of a tail; others only read
 
@@ -88,17 +86,6 @@ class SlotPool(BlockIndex[KeyT]):
         """Whether the block in a slot that is not free came as one of a tail (see `reserve_chain`)."""
         return bool(self.tails[slot])
 
-    def parent_of(self, slot: int) -> KeyT | None:
-        """The key of the block before that of a slot that is not free, wherever it is; None for a chain's first."""
-        assert self._parents is not None, "this pool keeps no parents"
-        return self._parents[slot]
-
-    def parent_slot_of(self, slot: int) -> int:
-        """The slot of that block; NO_SLOT for a chain's first, and where it is not resident."""
-        parent = self.parent_of(slot)
-        found = None if parent is None else self.find(parent)
-        return NO_SLOT if found is None else found
-
     def state_of(self, slot: int) -> BlockState:
         """The slot's state."""
         return BlockState(self._state[slot])
@@ -111,11 +98,6 @@ class SlotPool(BlockIndex[KeyT]):
     def leased(self) -> Container[int]:
         """The leased slots, as policies take them."""
         return self._table
-
-    def spared(self, now_s: float) -> Container[int]:
-        """The slots that policies take for leased where there is no need of room yet."""
-        favours = self.favouring.favours
-        return self._table if favours is None else favours.spared_from(self._table, now_s)
 
     def slots_in(self, state: BlockState) -> list[int]:
         """All slots in this state. Looks at every slot."""
@@ -185,9 +167,6 @@ class SlotPool(BlockIndex[KeyT]):
         first = len(self._free) - len(keys)
         slots = sorted(self._free[first:])  # in order: a chain shall lie in as few runs as can be
         del self._free[first:]
-        if self._parents is not None:
-            for slot, before in zip(slots, (parent, *keys), strict=False):
-                self._parents[slot] = before
         self._fill(slots, keys, parent_slot, now_s, tail)
         return list(cast(Sequence[SlotIndex], slots))
 

@@ -72,9 +72,8 @@ class Space:
         self.reservations: HoldTable[Reservation] = HoldTable()
         self.departed = Departed(clock, options.staging)
         tail_groups = frozenset(n for n, g in enumerate(layout.groups) if g.kind is not GroupKind.FULL)
-        writes_on_eviction = options.write_on_eviction and medium is not None and not options.staging
         elsewhere = self._elsewhere if remotes else None
-        host = make_host_side(arena, options, writes_on_eviction, self.departed, elsewhere)
+        host = make_host_side(arena, options, self.departed, elsewhere)
         self._names, self.host_pool, self.facts, self.held = host.names, host.pool, host.facts, host.held
         self.disk = self._make_disk(medium, host, admission, tail_groups) if medium is not None else None
         self.remotes = sides_of(remotes, host, options, metrics, clock, on_progress, self.departed.not_sent)
@@ -99,7 +98,6 @@ class Space:
             host_facts=host.facts,
             rising=host.rising,
             admission=admission,
-            departures=host.departures,
             eviction=self.options.eviction,
             staging=self.options.staging,
             in_flight_max=self.options.in_flight_max,
@@ -350,8 +348,6 @@ class Space:
         self.foresight.on = False
         for lease in list(self.leases):
             self.release(lease.owner, lease.number)
-        if self.disk is not None and keep:
-            self.disk.offer_all()
         self.pump()
         self.below.close(keep)
         self.arena.close()

@@ -10,8 +10,7 @@ Favours bias and never lock. Who needs room goes through these steps, each only 
 1. what is not favoured;
 2. what a tenant holds beyond its floor, though it is sheltered still (see `shares`);
 3. the newcomer's own tenant's, though that holds no more than its floor;
-4. what is retained, the lowest priority first;
-5. where the room is for no block at all, as a tier becomes smaller, anything.
+4. what is retained, the lowest priority first.
 
 A policy may find a newcomer worth less than every block that could go. Then it gets no slot, and nothing that is
 retained goes in its place: the next step is only taken where there was nothing left to choose from.
@@ -35,8 +34,7 @@ class Favours:
     """A policy of `slot_count` slots around `inner`. `share` is the part of an equal share that a tenant is sure of.
 
     Where the tier is in use already, `filling` has the slots that are being filled, and `used` those that are not free;
-    their blocks are the tenant's of that name, or nobody's for None. `put_back(favoured, now_s)` is called when tenants
-    come under shelter: an inner policy that sets victims aside takes back those that are favoured now.
+    their blocks are the tenant's of that name, or nobody's for None.
     """
 
     def __init__(
@@ -47,7 +45,6 @@ class Favours:
         filling: Iterable[int] = (),
         used: Sequence[int] = (),
         tenant: str | None = None,
-        put_back: Callable[[Callable[[int], bool], float], None] | None = None,
     ) -> None:
         self.inner = inner
         self.shares = Shares(slot_count, share)
@@ -56,7 +53,6 @@ class Favours:
         """Retained blocks that had to go, since whoever counts them cleared it."""
         self.spared = {"retention": 0, "share": 0}
         """Blocks that were passed over, by what favoured them; likewise."""
-        self._put_back = put_back
         self._newcomer = NOBODY
         self._filling = set(filling)
         # What the inner policy was refused: for its tenant's sake, and as it is retained.
@@ -96,11 +92,6 @@ class Favours:
         )
         self._no_longer_retained(freed)
         return kept
-
-    def spared_from(self, leased: Container[int], now_s: float) -> Container[int]:
-        """The slots that are not to be chosen ahead of need: `leased`, or favoured."""
-        self._settle(leased, now_s)
-        return _Kept(self, leased)
 
     def check(self, used: int) -> None:
         """Assert that the `used` slots each count for one tenant, and that what is noted of slots is of used ones."""
@@ -221,10 +212,6 @@ class Favours:
         if shares.left:
             self._returning.update(dict.fromkeys(self._take_refused(shares.left)))
             shares.left.clear()
-        if shares.entered:
-            shares.entered.clear()
-            if self._put_back is not None:
-                self._put_back(lambda slot: shares.label[slot] in shares.sheltered, now_s)
         if self._returning:
             self._return_some(leased, RETURNED_AT_ONCE)
 

@@ -63,6 +63,13 @@ REMOVED: tuple[RemovedSetting, ...] = (
         "write the token to admin.token in the runtime directory",
     ),
     RemovedSetting("DYN_KVBM_FLEET_SHARE", "fleet_share", "readers hold at most a twentieth of host memory"),
+    RemovedSetting(
+        "DYN_KVBM_DISK_WRITE",
+        "disk_write",
+        "a block is offered to disk once host memory has it; DYN_KVBM_DISK_ADMISSION and DYN_KVBM_DISK_WRITE_BUDGET "
+        "bound what is written",
+    ),
+    RemovedSetting("DYN_KVBM_OFFLOAD_MODE", "offload_mode", "a block is stored after the step that fills it"),
 )
 """Accepted and ignored, with a warning that names the substitute."""
 

@@ -139,30 +139,8 @@ def test_the_disk_is_shared_too(make_manager: Callable[..., ManagerBench], below
     assert labels == {"quiet", "loud"}
 
 
-def test_victims_set_aside_are_taken_back(make: Callable[..., Bench]) -> None:
-    """Where disk is written on eviction, blocks are chosen ahead of need: not those of who holds too little."""
-    bench = make(host_slots=32, disk_slots=64, on_eviction=True)
-    space = bench.space
-    for tenant in ("quiet", "loud"):
-        space.host_pool.requested(chain(9), bench.clock(), tenant=tenant)
-    bench.store(chain(1), tenant="quiet")
-    bench.clock.advance(1.0)
-    for prompt in range(100, 140):
-        bench.store(chain(2, prompt), tenant="loud")
-        bench.finish_all()
-        bench.clock.advance(1.0)
-        space.check()
-    assert held(space.host_pool, 1) == 4
-    assert space.disk is not None
-    assert held(space.disk.pool, 1) == 0
-    assert space.disk.departures is not None
-    assert not {*space.disk.departures.writing, *space.disk.departures.ready} & {
-        space.host_pool.find(key) for key in chain(1)
-    }
-
-
 def test_stores_without_a_name_belong_to_whom_they_continue(make: Callable[..., Bench]) -> None:
-    """Lazy offloading does not know the salts of what it stores."""
+    """Programs that use the library need not name a salt where they store."""
     bench = make(host_slots=32)
     keys = chain(1, blocks=8)
     bench.store(chain(2), tenant="other")
