@@ -24,7 +24,7 @@ from benchmarks import disk_runs
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.present.tables import console, plain_table, save_json
-from kvbm.tiers.contract import Completion
+from kvbm.tiers.contract import BlockHead, Completion
 from kvbm.tiers.disk.threads import IO_THREADS
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 from kvbm.tiers.host import HostArena
@@ -69,7 +69,7 @@ def tier_rates(tier: DiskTier, views: list[memoryview]) -> tuple[float, float]:
         _run(
             tier,
             [
-                lambda i=i: tier.submit_store(i, keys[i], None, SlotIndex(i), [views[i]])
+                lambda i=i: tier.submit_store(i, [BlockHead(keys[i], None)], SlotIndex(i), [views[i]])
                 for i in range(len(keys))
             ],
         )
@@ -77,7 +77,7 @@ def tier_rates(tier: DiskTier, views: list[memoryview]) -> tuple[float, float]:
     def load() -> None:
         _run(
             tier,
-            [lambda i=i: tier.submit_load(i, keys[i], SlotIndex(i), [views[i]]) for i in range(len(keys))],
+            [lambda i=i: tier.submit_load(i, [keys[i]], SlotIndex(i), [views[i]]) for i in range(len(keys))],
         )
 
     rates = _rate(store), _rate(load)

@@ -85,19 +85,21 @@ class SmallBlocks:
 
     def _load(self, number: int) -> Outcome:
         slot = SlotIndex(number)
-        return self.tier.submit_load(number, self.keys[number], slot, [self.views[number]])
+        return self.tier.submit_load(number, [self.keys[number]], slot, [self.views[number]])
 
     def _store(self, number: int) -> Outcome:
         slot = SlotIndex(number)
-        return self.tier.submit_store(number, self.keys[number], None, slot, [self.views[number]])
+        return self.tier.submit_store(
+            number, [BlockHead(self.keys[number], None)], slot, [self.views[number]]
+        )
 
     def _load_run(self, first: int, count: int) -> Outcome:
         keys, slot = self.keys[first : first + count], SlotIndex(first)
-        return self.tier.submit_load_run(first, keys, slot, self.arena.slot_views(first, count))
+        return self.tier.submit_load(first, keys, slot, self.arena.slot_views(first, count))
 
     def _store_run(self, first: int, count: int) -> Outcome:
         blocks, slot = [BlockHead(key, None) for key in self.keys[first : first + count]], SlotIndex(first)
-        return self.tier.submit_store_run(first, blocks, slot, self.arena.slot_views(first, count))
+        return self.tier.submit_store(first, blocks, slot, self.arena.slot_views(first, count))
 
     def _drive(self, submissions: list[Callable[[], Outcome]]) -> None:
         waiting, left = list(reversed(submissions)), len(submissions)

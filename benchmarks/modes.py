@@ -1,4 +1,4 @@
-"""When to copy: stores eager or lazy, loads before the request or layer by layer beside it. Conversations, in turns.
+"""When to load: before the request, or layer by layer beside it. Conversations, in turns.
 
 The device holds one conversation and a little; each comes back after all others, with what was said and new words.
 Engines take turns, several rounds. Run it from the checkout:
@@ -33,8 +33,7 @@ from kvbm.testing.tiny_model import SHAPES, Size, make_model
 
 MODES = {
     "plain": {},
-    "eager": {"DYN_KVBM_ONBOARD_MODE": "async"},
-    "lazy": {"DYN_KVBM_ONBOARD_MODE": "async", "DYN_KVBM_OFFLOAD_MODE": "lazy"},
+    "before": {"DYN_KVBM_ONBOARD_MODE": "async"},
     "layerwise": {"DYN_KVBM_ONBOARD_MODE": "layerwise"},
 }
 TURN_TOKENS = 1000

@@ -1,4 +1,4 @@
-"""A storage tier: blocks in a dict. See docs/guides/extending.md; the contract is `kvbm.tiers.contract.SlotTier`."""
+"""A storage tier: blocks in a dict. See docs/guides/extending.md; the contract is `kvbm.tiers.contract.RunTier`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvbm.block import BlockKey, Outcome, SlotIndex
-from kvbm.tiers.contract import Completion, RecoveredBlock
+from kvbm.tiers.contract import BlockEnd, BlockHead, Completion, RecoveredBlock
 
 
 class StoredBlock(NamedTuple):
     """The content of one slot."""
 
-    key: BlockKey
+    head: BlockHead
     content: bytes
     checksum: bytes
-    engine_hash: bytes
-    group: int
 
 
 class DictTier:
@@ -30,6 +28,7 @@ class DictTier:
 
     name = "dict"
     fault = ""
+    run_blocks_max = 1
 
     def __init__(self, slot_count: int, fingerprint: bytes, pending_limit: int = 8) -> None:
         self.slot_count, self.pending_limit = slot_count, pending_limit
@@ -43,32 +42,35 @@ class DictTier:
         return ()
 
     def submit_store(
-        self,
-        job_id: int,
-        key: BlockKey,
-        parent: BlockKey | None,
-        slot: SlotIndex,
-        sources: Sequence[memoryview],
-        engine_hash: bytes = b"",
-        group: int = 0,
+        self, job_id: int, blocks: Sequence[BlockHead], slot: SlotIndex, sources: Sequence[memoryview]
     ) -> Outcome:
         if refusal := self._refusal():
             return refusal
-        content = b"".join(sources)
-        self.blocks[slot] = StoredBlock(key, content, self._checksum(key, content), engine_hash, group)
-        self._complete(Completion(job_id=job_id, outcome=Outcome.HIT, bytes_moved=len(content)))
+        (head,), content = blocks, b"".join(sources)
+        self.blocks[slot] = StoredBlock(head, content, self._checksum(head.key, content))
+        self._complete(job_id, BlockEnd(Outcome.HIT), len(content))
         return Outcome.PENDING
 
     def submit_load(
-        self, job_id: int, key: BlockKey, slot: SlotIndex, targets: Sequence[memoryview]
+        self, job_id: int, keys: Sequence[BlockKey], slot: SlotIndex, targets: Sequence[memoryview]
     ) -> Outcome:
         if refusal := self._refusal():
             return refusal
-        self._complete(self._load(job_id, key, slot, targets))
+        (key,) = keys
+        self._complete(job_id, self._load(key, slot, targets), sum(map(len, targets)))
         return Outcome.PENDING
 
-    def forget(self, slot: SlotIndex) -> None:
-        self.blocks.pop(slot, None)
+    def forget(self, slot: SlotIndex, count: int = 1) -> None:
+        for each in range(slot, slot + count):
+            self.blocks.pop(each, None)
+
+    @property
+    def load_room(self) -> int:
+        return max(0, self.pending_limit - len(self._done))
+
+    @property
+    def store_room(self) -> int:
+        return self.load_room
 
     def poll(self) -> list[Completion]:
         done, self._done = self._done, []
@@ -97,26 +99,20 @@ class DictTier:
     def _refusal(self) -> Outcome | None:
         if self._closed:
             return Outcome.RETRY
-        return Outcome.THROTTLED if len(self._done) >= self.pending_limit else None
+        return None if self.load_room else Outcome.THROTTLED
 
-    def _load(self, job_id: int, key: BlockKey, slot: SlotIndex, targets: Sequence[memoryview]) -> Completion:
+    def _load(self, key: BlockKey, slot: SlotIndex, targets: Sequence[memoryview]) -> BlockEnd:
         held = self.blocks.get(slot)
-        if held is None or held.key != key:
-            return Completion(job_id=job_id, outcome=Outcome.MISS)
+        if held is None or held.head.key != key:
+            return BlockEnd(Outcome.MISS)
         if held.checksum != self._checksum(key, held.content):
             del self.blocks[slot]
-            return Completion(job_id=job_id, outcome=Outcome.MISS, corrupt=True)
+            return BlockEnd(Outcome.MISS, corrupt=True)
         start = 0
         for target in targets:
             target[:] = held.content[start : start + target.nbytes]
             start += target.nbytes
-        return Completion(
-            job_id=job_id,
-            outcome=Outcome.HIT,
-            bytes_moved=start,
-            engine_hash=held.engine_hash,
-            group=held.group,
-        )
+        return BlockEnd(Outcome.HIT, engine_hash=held.head.engine_hash, group=held.head.group)
 
     def _checksum(self, key: BlockKey, content: bytes) -> bytes:
         """Over the namespace and the key too: the bytes of another block, or of other weights, never fit."""
@@ -127,7 +123,7 @@ class DictTier:
             os.close(self._event)
             self._event = -1
 
-    def _complete(self, completion: Completion) -> None:
+    def _complete(self, job_id: int, end: BlockEnd, block_bytes: int) -> None:
         if not self._done:
             os.eventfd_write(self._event, 1)
-        self._done.append(completion)
+        self._done.append(Completion.of(job_id, [end], block_bytes))

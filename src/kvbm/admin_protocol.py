@@ -109,17 +109,6 @@ class LeaseRow(msgspec.Struct, frozen=True, kw_only=True):
     ends_in_s: float
 
 
-class ResizeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A resize that is under way, since `seconds`: `carried` of about `blocks` blocks lie in the new memory, which has
-    `host_bytes`, by now. Where it is smaller, `dropped` blocks had to go before."""
-
-    host_bytes: int
-    blocks: int
-    carried: int
-    dropped: int
-    seconds: float
-
-
 Series = tuple[str, tuple[str, ...]]
 """A metric's name and its label values in the table's order; of a histogram, the name ends in `_count` or `_sum`."""
 
@@ -211,12 +200,6 @@ class Unpin(Message, frozen=True, kw_only=True, tag="unpin"):
     last_keys: bytes = b""
 
 
-class Resize(Message, frozen=True, kw_only=True, tag="resize"):
-    """Give host memory another size, for all namespaces together, while it serves. Takes as long as copying it does."""
-
-    host_bytes: int
-
-
 class Snapshot(Message, frozen=True, kw_only=True, tag="snapshot?"):
     """Ask for a `SnapshotReply`."""
 
@@ -260,7 +243,6 @@ class Description(Message, frozen=True, kw_only=True, tag="description"):
     sessions: int
     fences: int
     refused: int
-    resizing: ResizeReport | None = None
     events: str = ""
     events_replay: str = ""
 
@@ -320,25 +302,6 @@ class Unpinned(Message, frozen=True, kw_only=True, tag="unpinned"):
     blocks: int
 
 
-class Resized(Message, frozen=True, kw_only=True, tag="resized"):
-    """Host memory has `after_bytes` now, for `slots` blocks. Of the blocks that it held, `carried` are there.
-
-    Pins that no longer fitted have ended. `refusal` says in one line why the size was not changed; `dropped` blocks may
-    have gone nevertheless. With 0 slots there is no memory yet: the first engine will find `after_bytes`, where the
-    settings had `before_bytes` for it, or 0 where they count blocks.
-    """
-
-    before_bytes: int = 0
-    after_bytes: int = 0
-    blocks_before: int = 0
-    carried: int = 0
-    dropped: int = 0
-    pins_ended: int = 0
-    slots: int = 0
-    seconds: float = 0.0
-    refusal: str = ""
-
-
 class SnapshotReply(Message, frozen=True, kw_only=True, tag="snapshot"):
     """All that a live view needs: the manager, its counters now and about a minute ago (or at its start), and the
     prefixes that are asked for most, the hottest first."""
@@ -364,17 +327,7 @@ class WhyReply(Message, frozen=True, kw_only=True, tag="why"):
 
 
 AdminRequest: TypeAlias = (
-    Describe
-    | ListBlocks
-    | ListLeases
-    | Snapshot
-    | WhyQuery
-    | WhyPrompt
-    | FindPrefix
-    | Pin
-    | Prefetch
-    | Unpin
-    | Resize
+    Describe | ListBlocks | ListLeases | Snapshot | WhyQuery | WhyPrompt | FindPrefix | Pin | Prefetch | Unpin
 )
 AdminReply: TypeAlias = (
     Description
@@ -386,7 +339,6 @@ AdminReply: TypeAlias = (
     | Pinned
     | Prefetched
     | Unpinned
-    | Resized
 )
 ToManager: TypeAlias = protocol.ToManager | AdminRequest
 FromManager: TypeAlias = protocol.FromManager | AdminReply

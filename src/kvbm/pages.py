@@ -13,17 +13,15 @@ _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def madvise(address: int, length: int, advice: int) -> bool:
-    """madvise(2), of the whole pages in this range: the kernel refuses a part of a page at its start, and would take in
-    the rest of the page at its end. False where the kernel cannot.
+def populate_at(address: int, length: int) -> bool:
+    """Fault in the whole pages in this range of a writable mapping; False where the kernel cannot (< 5.14).
+
+    The kernel refuses a part of a page at the start, and would take in the rest of the page at the end.
     """
     start = -(-address // MEMORY_PAGE_BYTES) * MEMORY_PAGE_BYTES
     end = (address + length) // MEMORY_PAGE_BYTES * MEMORY_PAGE_BYTES
     if end <= start:
         return True
-    return bool(_libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice) == 0)
-
-
-def populate_at(address: int, length: int) -> bool:
-    """Fault in pages of a writable mapping; False where the kernel cannot (< 5.14)."""
-    return madvise(address, length, _MADV_POPULATE_WRITE)
+    return bool(
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_POPULATE_WRITE) == 0
+    )

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.layout import BlockLayout
-from kvbm.tiers.contract import Completion, RecoveredBlock
+from kvbm.tiers.contract import BlockEnd, BlockHead, Completion, RecoveredBlock
 from kvbm.tiers.host import HostArena, open_arena
 
 
@@ -51,10 +51,11 @@ class RankMapping:
 
 
 class HostArenaTier:
-    """A `SlotTier` over a `HostArena`. Copies run at once; their completions wait for `poll`."""
+    """A `RunTier` over a `HostArena`. Copies run at once; their completions wait for `poll`."""
 
     name = "host"
     fault = ""
+    run_blocks_max = 3
 
     def __init__(self, layout: BlockLayout, slot_count: int, pending_limit: int) -> None:
         self.slot_count = slot_count
@@ -72,43 +73,54 @@ class HostArenaTier:
         return []
 
     def submit_store(
-        self,
-        job_id: int,
-        key: BlockKey,
-        parent: BlockKey | None,
-        slot: SlotIndex,
-        sources: Sequence[memoryview],
-        engine_hash: bytes = b"",
-        group: int = 0,
+        self, job_id: int, blocks: Sequence[BlockHead], slot: SlotIndex, sources: Sequence[memoryview]
     ) -> Outcome:
         if (refusal := self._refusal()) is not None:
             return refusal
-        self._arena.invalidate(slot)
-        for view, source in zip(self._arena.slot_views(slot), sources, strict=True):
+        slots = range(slot, slot + len(blocks))
+        self._arena.invalidate_all(slots)
+        for view, source in zip(self._arena.slot_views(slot, len(blocks)), sources, strict=True):
             with view:
                 view[:] = source
-        self._promised[key, slot] = self._arena.generation(slot)
-        self._names[slot] = engine_hash, group
-        return self._complete(job_id, Outcome.HIT)
+        for each, block in zip(map(SlotIndex, slots), blocks, strict=True):
+            self._promised[block.key, each] = self._arena.generation(each)
+            self._names[each] = block.engine_hash, block.group
+        return self._complete(job_id, [BlockEnd(Outcome.HIT)] * len(blocks))
 
     def submit_load(
-        self, job_id: int, key: BlockKey, slot: SlotIndex, targets: Sequence[memoryview]
+        self, job_id: int, keys: Sequence[BlockKey], slot: SlotIndex, targets: Sequence[memoryview]
     ) -> Outcome:
         if (refusal := self._refusal()) is not None:
             return refusal
+        size = self._arena.layout.slot_bytes
+        ends = list[BlockEnd]()
+        for place, key in enumerate(keys):
+            views = [target[place * size : (place + 1) * size] for target in targets]
+            ends.append(self._load(key, SlotIndex(slot + place), views))
+        return self._complete(job_id, ends)
+
+    def _load(self, key: BlockKey, slot: SlotIndex, targets: Sequence[memoryview]) -> BlockEnd:
         generation = self._promised.get((key, slot))
         if generation is None:
-            return Outcome.MISS
+            return BlockEnd(Outcome.MISS)
         whole = True
         for rank, target in zip(self._ranks, targets, strict=True):
             whole = whole and rank.intact(slot, generation)
             target[:] = rank.read(slot)
             whole = whole and rank.intact(slot, generation)
-        return self._complete(job_id, Outcome.HIT if whole else Outcome.MISS, *self._names[slot])
+        return BlockEnd(Outcome.HIT, False, *self._names[slot]) if whole else BlockEnd(Outcome.MISS)
 
-    def forget(self, slot: SlotIndex) -> None:
+    def forget(self, slot: SlotIndex, count: int = 1) -> None:
         """The promises stay: the reader has to notice that one does not hold."""
-        self._arena.invalidate(slot)
+        self._arena.invalidate_all(range(slot, slot + count))
+
+    @property
+    def load_room(self) -> int:
+        return max(0, self.pending_limit - len(self._done))
+
+    @property
+    def store_room(self) -> int:
+        return self.load_room
 
     def poll(self) -> list[Completion]:
         done, self._done = self._done, []
@@ -143,15 +155,10 @@ class HostArenaTier:
     def _refusal(self) -> Outcome | None:
         if self._closed:
             return Outcome.RETRY
-        return Outcome.THROTTLED if len(self._done) >= self.pending_limit else None
+        return None if self.load_room else Outcome.THROTTLED
 
-    def _complete(self, job_id: int, outcome: Outcome, engine_hash: bytes = b"", group: int = 0) -> Outcome:
-        moved = self._arena.layout.block_bytes if outcome is Outcome.HIT else 0
+    def _complete(self, job_id: int, ends: Sequence[BlockEnd]) -> Outcome:
         if not self._done:
             os.eventfd_write(self._event, 1)
-        self._done.append(
-            Completion(
-                job_id=job_id, outcome=outcome, bytes_moved=moved, engine_hash=engine_hash, group=group
-            )
-        )
+        self._done.append(Completion.of(job_id, ends, self._arena.layout.block_bytes))
         return Outcome.PENDING

@@ -1,4 +1,4 @@
-"""The public tier contract, run on the disk tier: with O_DIRECT, without it, and on a filesystem in memory."""
+"""The public tier contract, run on the disk tier: with O_DIRECT, without it, across slabs, and on tmpfs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.testing.tier_contract import PersistentTierContract
+from kvbm.tiers.disk import geometry
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 
 
@@ -45,3 +46,11 @@ class TestDiskTierInMemory(TestDiskTier):
 
 class TestDiskTierOneShard(TestDiskTier):
     layout = BlockLayout(block_tokens=64, shard_bytes=4096, shard_count=1)
+
+
+class TestDiskTierAcrossSlabs(TestDiskTier):
+    """Every run reaches over the end of a slab file."""
+
+    @pytest.fixture(autouse=True)
+    def small_slabs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(geometry, "SLAB_BYTES", 2 * self.layout.block_bytes)

@@ -17,8 +17,9 @@ from kvbm.layout import BlockLayout, Namespace
 from kvbm.policy import EvictionPolicy
 from kvbm.testing.copier_contract import PAIRS, CopierContract
 from kvbm.testing.policy_contract import PolicyContract
-from kvbm.testing.tier_contract import LAYOUT, BlockBuffers, TierContract, load, make_key, store
-from kvbm.tiers.contract import SlotTier
+from kvbm.testing.stored_runs import LAYOUT, RunMemory, load, make_key, store
+from kvbm.testing.tier_contract import TierContract
+from kvbm.tiers.contract import BlockHead, RunTier
 from kvbm.transfer import CpuCopier, DeviceCache
 from kvbm.transfer.copier import Copier
 from rigs.checkout import ROOT
@@ -33,8 +34,8 @@ logging_copier, tiny_engine = by_path(EXAMPLES / "logging_copier.py"), by_path(E
 class TestDictTier(TierContract):
     def make_tier(
         self, tmp_path: Path, slot_count: int, layout: BlockLayout, namespace: Namespace, pending_limit: int
-    ) -> SlotTier:
-        tier: SlotTier = dict_tier.DictTier(slot_count, namespace.fingerprint, pending_limit)
+    ) -> RunTier:
+        tier: RunTier = dict_tier.DictTier(slot_count, namespace.fingerprint, pending_limit)
         return tier
 
     def test_a_flipped_bit_is_a_corrupt_miss(self, tier: Any) -> None:
@@ -48,8 +49,11 @@ class TestDictTier(TierContract):
     def test_a_closed_tier_gives_its_descriptor_back(self, tmp_path: Path, pending: bool) -> None:
         tier = self.make(tmp_path)
         if pending:
-            sources = BlockBuffers.of(make_key(1), LAYOUT)
-            assert tier.submit_store(1, make_key(1), None, SlotIndex(0), sources.views) is Outcome.PENDING
+            sources = RunMemory.of([make_key(1)], LAYOUT)
+            assert (
+                tier.submit_store(1, [BlockHead(make_key(1), None)], SlotIndex(0), sources.views)
+                is Outcome.PENDING
+            )
         os.fstat(tier.fileno())
         tier.close(keep=False)
         assert len(tier.poll()) == pending

@@ -15,6 +15,8 @@ from rigs.fake_tier import FakeMedium, FakeTier
 class TestFakeTier(PersistentTierContract):
     """All media of one test stay until its end: a tier made again is what comes after a restart."""
 
+    run_blocks_max = 4
+
     @pytest.fixture(autouse=True)
     def media(self) -> Iterator[None]:
         self._media: dict[tuple[Path, bytes], FakeMedium] = {}
@@ -28,8 +30,12 @@ class TestFakeTier(PersistentTierContract):
         place = (tmp_path, namespace.fingerprint)
         if place not in self._media:
             self._media[place] = FakeMedium(layout, slot_count)
-        return FakeTier(self._media[place], pending_limit, by_hand=False)
+        return FakeTier(self._media[place], pending_limit, False, self.run_blocks_max)
 
 
 class TestFakeTierOneShard(TestFakeTier):
     layout = BlockLayout(block_tokens=64, shard_bytes=4096, shard_count=1)
+
+
+class TestFakeTierOfSingleBlocks(TestFakeTier):
+    run_blocks_max = 1

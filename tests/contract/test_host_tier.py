@@ -27,7 +27,8 @@ from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.space import Space
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll
-from kvbm.testing.tier_contract import LAYOUT, TierContract, make_key
+from kvbm.testing.stored_runs import LAYOUT, make_key
+from kvbm.testing.tier_contract import TierContract
 from kvbm.tiers.host import GENERATION_BYTES, HostArena
 
 DEADLINE_S = 60.0

@@ -12,7 +12,7 @@ import pytest
 from kvbm.block import Outcome
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.testing.remote_contract import RemoteContract, chain, keys_of, load, store
-from kvbm.tiers.contract import BlockHead, Completion
+from kvbm.tiers.contract import BlockEnd, BlockHead, Completion
 from kvbm.tiers.peers.mover import Mover
 from kvbm.tiers.peers.tier import PeerTier
 from kvbm.tiers.remote.contract import Buffers, RemoteTier
@@ -71,8 +71,8 @@ class StoringPeer:
                 lender.space._names.reserved(slots, [head.key], head.engine_hash, 0, head.group)
                 pool.commit_all(slots)
         wait_until(lambda: knows(self._tier, keys))
-        moved = len(blocks) * lender.layout.block_bytes
-        self._stored.append(Completion(job_id=job_id, outcome=Outcome.HIT, bytes_moved=moved))
+        ends = [BlockEnd(Outcome.HIT)] * len(blocks)
+        self._stored.append(Completion.of(job_id, ends, lender.layout.block_bytes))
         os.eventfd_write(self._event, 1)
         return Outcome.PENDING
 

@@ -18,8 +18,7 @@ from engine.vllm_versions import VERSION
 from engine.workload import again, some, workload
 
 MODES = {
-    "eager": {},
-    "lazy": {"DYN_KVBM_OFFLOAD_MODE": "lazy"},
+    "before the step": {},
     "layer by layer": {"DYN_KVBM_ONBOARD_MODE": "layerwise"},
 }
 FAIL = {"kv_load_failure_policy": "fail"}

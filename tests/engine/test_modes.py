@@ -1,4 +1,4 @@
-"""Loads beside the forward pass, stores beside later steps, stores at the last moment: the same answers throughout."""
+"""Loads beside the forward pass, stores beside later steps: the same answers throughout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from engine.tier_settings import SMALL_HOST_BLOCKS, disk, host
 from engine.workload import BLOCK_TOKENS, Request, again, random_tokens, some, workload
 
 LAYERWISE = {"DYN_KVBM_ONBOARD_MODE": "layerwise"}
-LAZY = {"DYN_KVBM_OFFLOAD_MODE": "lazy"}
 NOTHING = {"requests": 0, "lookups": 0, "stores": 0}
 
 Reference = dict[str, list[int]]
@@ -53,10 +52,9 @@ def test_layer_by_layer_with_failures(launcher: Launcher, reference: Reference) 
     launcher.assert_nothing_held()
 
 
-@pytest.mark.parametrize("mode", [{}, LAZY], ids=["eager", "lazy"])
-def test_stores_beside_later_steps(launcher: Launcher, reference: Reference, mode: dict[str, str]) -> None:
+def test_stores_beside_later_steps(launcher: Launcher, reference: Reference) -> None:
     """As on a GPU: the engine goes on while blocks are copied, and waits only before it overwrites them."""
-    engine = launcher.start({**host(), **mode})
+    engine = launcher.start(host())
     engine.call(reach.store_beside, 0.03, timeout_s=20.0)
     assert differences(reference, engine.run(workload())) == []
     engine.call(reach.audit_copies, timeout_s=20.0)
@@ -64,20 +62,6 @@ def test_stores_beside_later_steps(launcher: Launcher, reference: Reference, mod
     assert launcher.metrics()["kvbm_onboard_blocks_h2d"] > some(100)
     assert engine.call(reach.stores_waited_for, timeout_s=20.0) > 0
     launcher.assert_nothing_held()
-
-
-def test_lazy_stores_less_and_hits_what_was_evicted(launcher: Launcher, reference: Reference) -> None:
-    stored = {}
-    for name, mode in (("eager", {}), ("lazy", LAZY)):
-        engine = launcher.start({**host(), **mode})
-        assert differences(reference, engine.run(workload())) == []
-        assert differences(reference, engine.run(again(workload(), "+")), "+") == []
-        metrics = launcher.metrics()
-        stored[name] = metrics["kvbm_offload_blocks_d2h"]
-        assert metrics["kvbm_onboard_blocks_h2d"] > some(100)
-        launcher.assert_nothing_held()
-        launcher.stop()
-    assert 0 < stored["lazy"] < stored["eager"]
 
 
 def test_a_layout_that_the_backend_cannot_read_is_only_a_wish(

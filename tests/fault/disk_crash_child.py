@@ -87,7 +87,7 @@ class Load:
                 slots, numbers = self.pending.pop(completion.job_id)
                 if not numbers:
                     continue
-                assert {end.outcome for end in completion.ends} == {Outcome.HIT}, completion
+                assert {end.outcome for end in completion.blocks} == {Outcome.HIT}, completion
                 for slot, number in zip(slots, numbers, strict=True):
                     self.log(f"stored {slot} {number}")
                     self.resident[slot] = number
@@ -101,14 +101,14 @@ class Load:
         action = self.random.random()
         if action < 0.2 and all(slot in self.resident for slot in slots):
             keys = [make_key(self.resident[slot]) for slot in slots]
-            self.tier.submit_load_run(job, keys, SlotIndex(first), views)
+            self.tier.submit_load(job, keys, SlotIndex(first), views)
             self.pending[job] = (slots, [])
             return
         for slot in slots:
             self.log(f"begin {slot}")
             self.resident.pop(slot, None)
         if action < 0.4:
-            self.tier.forget_run(SlotIndex(first), len(slots))
+            self.tier.forget(SlotIndex(first), len(slots))
             for slot in slots:
                 self.log(f"forgot {slot}")
             return
@@ -119,10 +119,7 @@ class Load:
             for shard, view in enumerate(views):
                 view[place * size : (place + 1) * size] = content[shard * size : (shard + 1) * size]
         heads = [BlockHead(make_key(number), None) for number in numbers]
-        if len(slots) == 1 and self.random.random() < 0.5:
-            self.tier.submit_store(job, heads[0].key, None, SlotIndex(first), views)
-        else:
-            self.tier.submit_store_run(job, heads, SlotIndex(first), views)
+        self.tier.submit_store(job, heads, SlotIndex(first), views)
         self.pending[job] = (slots, numbers)
 
 

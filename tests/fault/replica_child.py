@@ -12,7 +12,7 @@ import os
 import sys
 
 from kvbm.block import Outcome
-from kvbm.testing.tier_contract import LAYOUT, NAMESPACE, load, make_key, store
+from kvbm.testing.stored_runs import LAYOUT, NAMESPACE, load, make_key, store
 from kvbm.tiers.disk.tier import open_disk_tier
 
 SLOT_COUNT = 8

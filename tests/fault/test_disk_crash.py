@@ -16,7 +16,7 @@ import pytest
 
 from fault import disk_crash_child as child
 from kvbm.block import Outcome, SlotIndex
-from kvbm.testing.tier_contract import by_slot
+from kvbm.testing.stored_runs import by_slot
 from kvbm.tiers.disk import block_io
 from kvbm.tiers.disk.tier import DiskTier
 
@@ -68,7 +68,7 @@ class Audit:
 
     def _read(self, slot: int, number: int, memory: memoryview) -> None:
         size = child.LAYOUT.slot_bytes
-        self.tier.submit_load(0, child.make_key(number), SlotIndex(slot), [memory[:size], memory[size:]])
+        self.tier.submit_load(0, [child.make_key(number)], SlotIndex(slot), [memory[:size], memory[size:]])
         assert self.tier.drain(DEADLINE_S)
         (completion,) = self.tier.poll()
         if completion.outcome is Outcome.HIT:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvbm.testing.tier_contract import LAYOUT, NAMESPACE, by_slot, make_key, store
+from kvbm.testing.stored_runs import LAYOUT, NAMESPACE, by_slot, make_key, store
 from kvbm.tiers.disk import geometry
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 

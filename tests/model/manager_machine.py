@@ -26,7 +26,7 @@ from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll, DiskFilter
 from kvbm.protocol import HELD, REFUSED
 from kvbm.testing.oracle import BlockOracle, block_bytes
-from kvbm.tiers.contract import SlotTier
+from kvbm.tiers.contract import RunTier
 from kvbm.tiers.host import HostArena
 from rigs.fake_tier import FakeTier
 
@@ -89,7 +89,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # ---- what a subclass says
 
-    def make_tier(self) -> SlotTier | None:
+    def make_tier(self) -> RunTier | None:
         raise NotImplementedError
 
     @property

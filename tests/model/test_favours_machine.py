@@ -1,7 +1,7 @@
 """Favoured blocks in a pool, against an oracle that looks at every slot each time.
 
-Tenants ask, store, retain and come back after a while; slots are leased, stores fail, blocks are dropped, and slots are
-taken out of use, over every built-in policy.
+Tenants ask, store, retain and come back after a while; slots are leased, stores fail and blocks are dropped, over every
+built-in policy.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ class FavoursMachine(RuleBasedStateMachine):
     def start(self, policy: str, share: float) -> None:
         inner = make_policy(policy, SLOTS)
         self.admits_all, self.share = policy != "gittins", share
-        self.pool: SlotPool[Key] = SlotPool(
-            Tier.HOST, SLOTS, inner, self.emptied, keeps_parents=True, salt_share=share
-        )
+        self.pool: SlotPool[Key] = SlotPool(Tier.HOST, SLOTS, inner, self.emptied, salt_share=share)
 
     # ---- the oracle
 
@@ -224,15 +222,6 @@ class FavoursMachine(RuleBasedStateMachine):
         for slot in self._one(which, free):
             self.pool.evict(slot)
 
-    @rule(count=st.integers(1, 4))
-    def withhold(self, count: int) -> None:
-        """Room for nobody in particular: no favour keeps a block for that."""
-        self.gone, full = [], not self.pool.free_count
-        taken = self.pool.withhold(count, self.now_s)
-        if full and len(taken) < count:
-            assert not self.could_go(set(self.pool._slots), None)
-        self.pool.give_back_withheld()
-
     @invariant()
     def every_slot_counts_once(self) -> None:
         if not hasattr(self, "pool"):
@@ -251,9 +240,10 @@ class FavoursMachine(RuleBasedStateMachine):
         self.pool.commit_all(self._in(BlockState.FILLING))
         while self.leased:
             self.pool.unlease(self.leased.pop())
-        self.pool.withhold(SLOTS, self.now_s)
-        self.pool.withhold(SLOTS, self.now_s)
-        assert not self.pool._slots, "a block is never given up"
+        self.now_s += ACTIVE_S + 100.0  # no favour holds any more
+        fresh = chain_of("d", tuple("z" * SLOTS))
+        self.pool.reserve_chain(fresh, None, self.now_s, insist=True, tenant="d")
+        assert set(self.pool._slots) == set(fresh), "a block is never given up"
 
 
 TestFavours = FavoursMachine.TestCase

@@ -15,7 +15,7 @@ from kvbm.manager.disk_side import HEAL_INTERVAL_S
 from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.lookups import advance
 from kvbm.policy import LeafFirstLru
-from kvbm.tiers.contract import Completion, SlotTier
+from kvbm.tiers.contract import Completion, RunTier
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 from model.manager_machine import (
     CHAINS,
@@ -29,14 +29,14 @@ from model.manager_machine import (
     pick,
     positions,
 )
-from rigs.fake_tier import FakeMedium, FakeRunTier, FakeTier
+from rigs.fake_tier import FakeMedium, FakeTier
 from rigs.property_tests import scale_examples
 
 
 class HostOnlyMachine(ManagerMachine):
     """Nothing below host memory."""
 
-    def make_tier(self) -> SlotTier | None:
+    def make_tier(self) -> RunTier | None:
         return None
 
 
@@ -47,7 +47,7 @@ class FakeTierMachine(ManagerMachine):
         super().__init__()
         self.medium = FakeMedium(LAYOUT, DISK_SLOTS)
 
-    def make_tier(self) -> SlotTier | None:
+    def make_tier(self) -> RunTier | None:
         return FakeTier(self.medium, pending_limit=3)
 
     @rule(first=positions)
@@ -161,55 +161,19 @@ class StrictLru(LeafFirstLru):
         super().evictable(slots)
 
 
-class DepartingMachine(FakeTierMachine):
-    """Disk is written when host memory gives blocks up, a sixth of it ahead of need, or half."""
-
-    options = SpaceOptions(write_on_eviction=True, in_flight_max=4, brought_at_once=1)
-    ahead = 1
-
-    def _open(self) -> None:
-        super()._open()
-        departures = self.space.disk.departures
-        assert departures is not None
-        departures.inner = StrictLru(HOST_SLOTS)
-        departures.ahead = self.ahead
-
-    @invariant()
-    def what_was_set_aside_is_on_its_way(self) -> None:
-        if not hasattr(self, "space"):
-            return
-        departures, offloader = self.space.disk.departures, self.space.disk.offloader
-        assert departures is not None
-        assert not departures.writing.keys() & departures.ready.keys()
-        host = self.space.host_pool
-        moving = {slot for run in offloader.in_flight.values() for slot in run.host_slots}
-        for slot in (*departures.writing, *departures.ready):
-            assert host.state_of(slot) is BlockState.RESIDENT
-            assert not departures.inner._state[slot], "the inner policy has given it up"  # type: ignore[attr-defined]
-        for slot in departures.writing:
-            assert slot in moving or host.key_of(slot) in offloader.queue, "it would wait for ever"
-        resident = {slot for slot, _ in host.resident()}
-        inside = resident - departures.writing.keys() - departures.ready.keys()
-        assert all(departures.inner._state[slot] for slot in inside)  # type: ignore[attr-defined]
-
-
-class FarAheadMachine(DepartingMachine):
-    """The same, with half of host memory prepared."""
-
-    ahead = HOST_SLOTS // 2
-
-
 class RunsMachine(FakeTierMachine):
     """The tier below moves runs."""
 
-    def make_tier(self) -> SlotTier | None:
-        return FakeRunTier(self.medium, pending_limit=3, run_blocks_max=3)
+    def make_tier(self) -> RunTier | None:
+        return FakeTier(self.medium, pending_limit=3, run_blocks_max=3)
 
 
-class DepartingRunsMachine(DepartingMachine, RunsMachine):
-    """Runs, written when host memory gives blocks up."""
+class StrictMachine(FakeTierMachine):
+    """The policy of host memory is told of each slot as its contract says."""
 
-    ahead = HOST_SLOTS // 2
+    def _open(self) -> None:
+        super()._open()
+        self.space.host_pool.policy = StrictLru(HOST_SLOTS)
 
 
 class StagedRunsMachine(StagingMachine, RunsMachine):
@@ -237,7 +201,7 @@ class DiskMachine(ManagerMachine):
         super().__init__()
         self.directory = tempfile.TemporaryDirectory(prefix="kvbm-machine-")
 
-    def make_tier(self) -> SlotTier | None:
+    def make_tier(self) -> RunTier | None:
         return DrainedTier(
             open_disk_tier(
                 self.directory.name,
@@ -267,8 +231,6 @@ TestHostOnly = _case(HostOnlyMachine, 40, 40)
 TestFakeTier = _case(FakeTierMachine, 90, 60)
 TestStaging = _case(StagingMachine, 50, 50)
 TestRuns = _case(RunsMachine, 90, 60)
-TestDepartingRuns = _case(DepartingRunsMachine, 40, 60)
 TestStagedRuns = _case(StagedRunsMachine, 40, 50)
-TestDeparting = _case(DepartingMachine, 50, 60)
-TestFarAhead = _case(FarAheadMachine, 50, 60)
+TestStrict = _case(StrictMachine, 50, 60)
 TestDisk = _case(DiskMachine, 15, 40)

@@ -18,7 +18,7 @@ from kvbm.block import BlockKey, Outcome
 from kvbm.clock import ManualClock
 from kvbm.layout import BlockLayout
 from kvbm.testing.remote_contract import RemoteBuffers, chain, keys_of
-from kvbm.testing.tier_contract import NAMESPACE, make_key
+from kvbm.testing.stored_runs import NAMESPACE, make_key
 from kvbm.tiers.contract import BlockEnd, BlockHead, Completion
 from kvbm.tiers.remote.blob_tier import BlobTier, open_blob_tier
 from kvbm.tiers.remote.contract import NOWHERE

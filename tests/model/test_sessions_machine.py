@@ -14,7 +14,7 @@ from kvbm.hints import ClientHint, read_hint
 from kvbm.manager import prefetching
 from kvbm.manager.disk_side import HEAL_INTERVAL_S
 from kvbm.manager.prefetching import Cause
-from kvbm.tiers.contract import SlotTier
+from kvbm.tiers.contract import RunTier
 from model.manager_machine import CHAINS, DISK_SLOTS, LAYOUT, ManagerMachine, chains, pick, positions
 from rigs.fake_tier import FakeMedium, FakeTier
 from rigs.property_tests import scale_examples
@@ -36,7 +36,7 @@ class SessionsMachine(ManagerMachine):
         for patch in self.patches:
             patch.start()
 
-    def make_tier(self) -> SlotTier | None:
+    def make_tier(self) -> RunTier | None:
         return FakeTier(self.medium, pending_limit=3)
 
     @rule(first=positions)

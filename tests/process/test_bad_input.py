@@ -27,7 +27,6 @@ TRACE, PROMPT = "trace.jsonl", "prompt.json"
 WORDS = {
     "manager": ("--socket", "m.sock", "--disk", "1GB", "--disk-dir", "disk"),
     "reset": ("--tier", "G2"),
-    "resize": ("--host", "1GB"),
     "pin": ("--prompt-file", PROMPT),
     "prefetch": ("--prompt-file", PROMPT),
     "unpin": ("--all",),
@@ -183,7 +182,7 @@ def test_an_unknown_option(place: Path, capfd: pytest.CaptureFixture[str], name:
 def test_a_word_too_many_or_one_that_is_no_file(
     place: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
-    needed = ("reset", "resize", "unpin", "pin", "prefetch", "top", "remote clear")
+    needed = ("reset", "unpin", "pin", "prefetch", "top", "remote clear")
     words = [word for word in WORDS.get(name, ()) if name in needed]
     words += [*WORDS["plan"][1:]] if name == "plan" else []
     assert "nothing" in refused(place, capfd, *name.split(), *words, BAD)

@@ -12,7 +12,7 @@ import pytest
 from kvbm.block import Outcome
 from kvbm.clock import ManualClock
 from kvbm.errors import TierError
-from kvbm.testing.tier_contract import LAYOUT, NAMESPACE, by_slot, load, make_key, store
+from kvbm.testing.stored_runs import LAYOUT, NAMESPACE, by_slot, load, make_key, store
 from kvbm.tiers.disk.tier import WATCH_PERIOD_S, open_disk_tier
 from rigs.faulty_syscalls import Fault, FaultRule, FaultySyscalls
 

@@ -101,19 +101,6 @@ def test_every_action_has_the_fields_and_the_effect_of_the_command(
         assert web.post("/api/prefetch", wrong).status == 409
 
 
-def test_resize_as_the_command_does_it(make_node: MakeNode, tmp_path: Path) -> None:
-    node, web = served(make_node, tmp_path)
-    node.engine(str(node.runtime_dir / "manager.sock")).store(KEYS[:5])
-    done = web.post("/api/resize", {"host_bytes": 24 * LAYOUT.block_bytes}).json()
-    assert (done["slots"], done["carried"], done["dropped"]) == (24, 5, 0)
-    (space,) = web.document("/api/namespaces")["namespaces"]
-    assert space["tiers"][0]["blocks"] == 24
-    assert set(node.json("resize", "--host", str(16 * LAYOUT.block_bytes))) == set(done)
-    small = web.post("/api/resize", {"host_bytes": 1})
-    assert (small.status, small.error != "") == (409, True)
-    assert web.post("/api/resize", {"host_bytes": 0}).status == 400
-
-
 def test_what_the_manager_lacks_is_named(make_node: MakeNode, tmp_path: Path) -> None:
     node, web = served(make_node, tmp_path, "--namespaces", "2")
     path = str(node.runtime_dir / "manager.sock")

@@ -173,21 +173,6 @@ def test_a_curve_has_the_time_of_each_look(browser: Browser, loaded: Loaded) -> 
     ]
 
 
-RESIZING = """
-paused = true;
-drawNotice({resizing: {host_bytes: 2e9, blocks: 1000, carried: 250, dropped: 0, seconds: 3.2}});
-return document.querySelector("#notice").innerText;
-"""
-
-
-def test_a_resize_is_shown(browser: Browser, loaded: Loaded) -> None:
-    browser.open(f"{loaded.url}#token={loaded.token}")
-    browser.wait_for_text("#pill", "live")
-    assert browser.run(RESIZING) == (
-        "Host memory is being resized to 2 GB: 250 of 1,000 blocks carried over, for 3.2 s so far."
-    )
-
-
 @pytest.mark.parametrize("width", [390, 1280])
 def test_nothing_is_wider_than_the_window(tmp_path: Path, loaded: Loaded, width: int) -> None:
     browser = Browser(tmp_path, width)

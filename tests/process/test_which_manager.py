@@ -22,7 +22,6 @@ COMMANDS = [
     ("inspect", "queues"),
     ("inspect", "events"),
     ("reset", "--tier", "G2"),
-    ("resize", "--host", "1GB"),
     ("top", "--once"),
     ("why",),
     ("why", *PROMPT),

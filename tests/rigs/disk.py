@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from kvbm.layout import Namespace
-from kvbm.testing.tier_contract import LAYOUT, NAMESPACE, OTHER_NAMESPACE
+from kvbm.testing.stored_runs import LAYOUT, NAMESPACE, OTHER_NAMESPACE
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 
 SLOTS = 4

@@ -320,20 +320,10 @@ class FakeRemote:
             ends = self._write(pending)
         else:
             ends = [self._read(pending, number) for number in range(len(pending.heads))]
-        missed = [end for end in ends if end.outcome is not Outcome.HIT]
         if not self._done:
             os.eventfd_write(self._event, 1)
-        self._done.append(
-            Completion(
-                job_id=pending.job_id,
-                outcome=missed[0].outcome if missed else Outcome.HIT,
-                bytes_moved=(len(ends) - len(missed)) * self.store.layout.block_bytes,
-                seconds=self.seconds,
-                corrupt=any(end.corrupt for end in missed),
-                error=self._fault,
-                blocks=ends,
-            )
-        )
+        block_bytes = self.store.layout.block_bytes
+        self._done.append(Completion.of(pending.job_id, ends, block_bytes, self.seconds, self._fault))
 
     def _read(self, pending: _Pending, number: int) -> BlockEnd:
         key, targets = pending.heads[number].key, pending.buffers[number]

@@ -68,7 +68,6 @@ class _Pending:
     job_id: int
     blocks: list[_PendingBlock]
     is_store: bool
-    is_run: bool
 
     @property
     def slots(self) -> range:
@@ -76,7 +75,7 @@ class _Pending:
 
 
 class FakeTier:
-    """A `SlotTier` for tests. With `by_hand` nothing completes before `release`; otherwise everything does at once.
+    """A `RunTier` for tests. With `by_hand` nothing completes before `release`; otherwise everything does at once.
 
     `throttled` refuses new work. `lose` makes stores complete with success and keep nothing. `break_down` turns the
     tier off: pending work completes with RETRY, and `heal` works again once `mend` was called.
@@ -84,10 +83,15 @@ class FakeTier:
 
     name = "fake"
 
-    def __init__(self, medium: FakeMedium, pending_limit: int = 8, by_hand: bool = True) -> None:
+    def __init__(
+        self, medium: FakeMedium, pending_limit: int = 8, by_hand: bool = True, run_blocks_max: int = 1
+    ) -> None:
         self.medium = medium
         self.slot_count = medium.slot_count
         self.pending_limit = pending_limit
+        self.run_blocks_max = run_blocks_max
+        self.runs: list[int] = []
+        """The lengths of the runs that were accepted."""
         self.throttled = False
         self.lose = False
         self.forgotten: list[int] = []
@@ -131,7 +135,7 @@ class FakeTier:
         """The medium works again; the tier comes back with the next `heal`."""
         self._mended = True
 
-    # ---- SlotTier
+    # ---- RunTier
 
     @property
     def fault(self) -> str:
@@ -142,27 +146,29 @@ class FakeTier:
         return found
 
     def submit_store(
-        self,
-        job_id: int,
-        key: BlockKey,
-        parent: BlockKey | None,
-        slot: SlotIndex,
-        sources: Sequence[memoryview],
-        engine_hash: bytes = b"",
-        group: int = 0,
+        self, job_id: int, blocks: Sequence[BlockHead], slot: SlotIndex, sources: Sequence[memoryview]
     ) -> Outcome:
-        head = BlockHead(key, parent, engine_hash, group)
-        return self._submit(job_id, [head], slot, sources, is_store=True)
+        return self._submit(job_id, blocks, slot, sources, is_store=True)
 
     def submit_load(
-        self, job_id: int, key: BlockKey, slot: SlotIndex, targets: Sequence[memoryview]
+        self, job_id: int, keys: Sequence[BlockKey], slot: SlotIndex, targets: Sequence[memoryview]
     ) -> Outcome:
-        return self._submit(job_id, [BlockHead(key, None)], slot, targets, is_store=False)
+        return self._submit(job_id, [BlockHead(key, None) for key in keys], slot, targets, is_store=False)
 
-    def forget(self, slot: SlotIndex) -> None:
-        assert all(slot not in pending.slots for pending in self._pending), "forgotten while in use"
-        self.forgotten.append(slot)
-        self.medium.entries.pop(slot, None)
+    def forget(self, slot: SlotIndex, count: int = 1) -> None:
+        for each in range(slot, slot + count):
+            assert all(each not in pending.slots for pending in self._pending), "forgotten while in use"
+            self.forgotten.append(each)
+            self.medium.entries.pop(each, None)
+
+    @property
+    def load_room(self) -> int:
+        """None while `throttled`."""
+        return 0 if self.throttled else max(0, self.pending_limit - len(self._pending) - len(self._done))
+
+    @property
+    def store_room(self) -> int:
+        return self.load_room
 
     def poll(self) -> list[Completion]:
         done, self._done = self._done, []
@@ -208,15 +214,14 @@ class FakeTier:
         slot: int,
         buffers: Sequence[memoryview],
         is_store: bool,
-        is_run: bool = False,
     ) -> Outcome:
         size, count = self.medium.layout.slot_bytes, len(heads)
-        assert count and 0 <= slot <= self.slot_count - count
+        assert 0 < count <= self.run_blocks_max and 0 <= slot <= self.slot_count - count
         assert len(buffers) == self.medium.layout.shard_count
         assert all(buffer.nbytes == count * size for buffer in buffers)
         if self._fault or self._closed:
             return Outcome.RETRY
-        if self._room == 0:
+        if self.load_room == 0:
             return Outcome.THROTTLED
         blocks = []
         for place, head in enumerate(heads):
@@ -227,35 +232,21 @@ class FakeTier:
             else:
                 for view in views:
                     view[:] = _SCRIBBLE * len(view)
-        self._pending.append(_Pending(job_id, blocks, is_store, is_run))
+        self._pending.append(_Pending(job_id, blocks, is_store))
+        self.runs.append(count)
         if not self._by_hand:
             self.release()
         return Outcome.PENDING
-
-    @property
-    def _room(self) -> int:
-        return 0 if self.throttled else max(0, self.pending_limit - len(self._pending) - len(self._done))
 
     def _complete(self, pending: _Pending) -> None:
         if self._fault:
             ends = [BlockEnd(Outcome.RETRY)] * len(pending.blocks)
         else:
             ends = [self._write(block) if pending.is_store else self._read(block) for block in pending.blocks]
-        missed = [end for end in ends if end.outcome is not Outcome.HIT]
         if not self._done:
             os.eventfd_write(self._event, 1)
-        self._done.append(
-            Completion(
-                job_id=pending.job_id,
-                outcome=missed[0].outcome if missed else Outcome.HIT,
-                bytes_moved=(len(ends) - len(missed)) * self.medium.layout.block_bytes,
-                corrupt=any(end.corrupt for end in missed),
-                error=self._fault,
-                engine_hash=b"" if pending.is_run else ends[0].engine_hash,
-                group=0 if pending.is_run else ends[0].group,
-                blocks=ends if pending.is_run else (),
-            )
-        )
+        block_bytes = self.medium.layout.block_bytes
+        self._done.append(Completion.of(pending.job_id, ends, block_bytes, error=self._fault))
 
     def _read(self, block: _PendingBlock) -> BlockEnd:
         entry = self.medium.entries.get(block.slot)
@@ -300,55 +291,6 @@ class FakeTier:
         if self._event >= 0:
             os.close(self._event)
             self._event = -1
-
-
-class FakeRunTier(FakeTier):
-    """A `FakeTier` that is a `RunTier` too; a run is one submission, and `release` completes it whole."""
-
-    def __init__(
-        self, medium: FakeMedium, pending_limit: int = 8, by_hand: bool = True, run_blocks_max: int = 4
-    ) -> None:
-        super().__init__(medium, pending_limit, by_hand)
-        self.run_blocks_max = run_blocks_max
-        self.runs: list[int] = []
-        """The lengths of the runs that were accepted."""
-
-    @property
-    def load_room(self) -> int:
-        return self._room
-
-    @property
-    def store_room(self) -> int:
-        return self._room
-
-    def submit_store_run(
-        self, job_id: int, blocks: Sequence[BlockHead], slot: SlotIndex, sources: Sequence[memoryview]
-    ) -> Outcome:
-        return self._submit_run(job_id, blocks, slot, sources, is_store=True)
-
-    def submit_load_run(
-        self, job_id: int, keys: Sequence[BlockKey], slot: SlotIndex, targets: Sequence[memoryview]
-    ) -> Outcome:
-        heads = [BlockHead(key, None) for key in keys]
-        return self._submit_run(job_id, heads, slot, targets, is_store=False)
-
-    def forget_run(self, slot: SlotIndex, count: int) -> None:
-        for each in range(slot, slot + count):
-            self.forget(SlotIndex(each))
-
-    def _submit_run(
-        self,
-        job_id: int,
-        heads: Sequence[BlockHead],
-        slot: int,
-        buffers: Sequence[memoryview],
-        is_store: bool,
-    ) -> Outcome:
-        assert len(heads) <= self.run_blocks_max
-        outcome = self._submit(job_id, heads, slot, buffers, is_store, is_run=True)
-        if outcome is Outcome.PENDING:
-            self.runs.append(len(heads))
-        return outcome
 
 
 def _digest(views: Sequence[memoryview]) -> bytes:

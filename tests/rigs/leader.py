@@ -96,20 +96,13 @@ class ScriptedManager:
 
 
 class ScriptedDevice:
-    """Device blocks as an engine has them: what each holds, and the order in which free ones are handed out."""
+    """Device blocks as an engine has them: what each holds, and which are pinned."""
 
     block_count = 800
 
     def __init__(self) -> None:
         self.holds: dict[int, Hashable] = {block: f"hash {block}" for block in TABLE}
-        self.free: list[int] = []
         self.pinned: list[int] = []
-
-    def tag(self, block: int) -> Hashable | None:
-        return self.holds.get(block)
-
-    def next_out(self, limit: int) -> Sequence[int]:
-        return self.free[:limit]
 
     def pin(self, blocks: Sequence[int]) -> bool:
         self.pinned += blocks

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvbm.admin_protocol import WhyQuery, WhyReply
+from kvbm.admin_protocol import WhyQuery, WhyReply, decode_from_manager
 from kvbm.block import BlockKey
 from kvbm.client.admin import _AdminChannel
 from kvbm.client.channel import Channel
@@ -221,6 +221,15 @@ class Client:
     def close(self) -> None:
         """As if the process were killed."""
         self.channel.close()
+
+
+def connect_operator(manager: ManagerBench) -> Client:
+    """A session of role admin."""
+    admin = manager.client()
+    admin.channel._decode = decode_from_manager
+    admin.send(Hello(version=PROTOCOL_VERSION, role="admin"))
+    admin.expect(Welcome)
+    return admin
 
 
 def store(leader: Client, worker: Client, number: int, keys: list[BlockKey]) -> tuple[int, ...]:

@@ -197,15 +197,7 @@ class Rank:
     @property
     def epoch(self) -> int:
         """Of the memory that the manager has now."""
-        return self.bench.server.epoch + self.bench.space().life
-
-    def come_back(self) -> None:
-        """The manager sent us away, and the worker comes back by itself."""
-        self.leader.expect_end()
-        self.leader.close()
-        self.await_new_session()
-        self.leader = self.bench.leader()
-        assert self.leader.expect(Ready).ready
+        return self.bench.server.epoch
 
     def stop_manager(self) -> None:
         self.closed = True

@@ -11,7 +11,7 @@ import pytest
 
 from kvbm.block import BlockKey, Outcome
 from kvbm.layout import BlockLayout
-from kvbm.testing.tier_contract import make_key
+from kvbm.testing.stored_runs import make_key
 from kvbm.tiers.contract import BlockEnd, BlockHead
 from kvbm.tiers.remote import packs
 from kvbm.tiers.remote.packs import PackEntry, pack, unpack

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from kvbm.clock import ManualClock
-from kvbm.testing.tier_contract import LAYOUT, NAMESPACE
+from kvbm.testing.stored_runs import LAYOUT, NAMESPACE
 from kvbm.tiers.remote.blob_tier import BlobTier, open_blob_tier
 from kvbm.tiers.remote.blobs import BlobStore
 from kvbm.tiers.remote.options import RemoteOptions

@@ -13,7 +13,7 @@ from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy, AdmitAll
 from kvbm.testing.oracle import block_bytes
 from kvbm.tiers.host import HostArena
-from rigs.fake_tier import FakeMedium, FakeRunTier, FakeTier
+from rigs.fake_tier import FakeMedium, FakeTier
 
 LAYOUT = BlockLayout(block_tokens=4, shard_bytes=4096)
 KEYS = chain_keys(bytes(32), range(400), LAYOUT.block_tokens)
@@ -30,20 +30,17 @@ class Bench:
         disk_slots: int = 16,
         staging: bool = False,
         pending_limit: int = 8,
-        on_eviction: bool = False,
         admission: AdmissionPolicy | None = None,
         eviction: str = "lru",
         disk: bool = True,
-        run_blocks_max: int | None = None,
+        run_blocks_max: int = 1,
         brought_at_once: int = 512,
         layout: BlockLayout = LAYOUT,
     ):
-        """`run_blocks_max`: the tier below moves runs of so many blocks; None: single blocks."""
+        """`run_blocks_max`: the tier below moves runs of so many blocks."""
         self.clock = ManualClock(100.0)
         self.medium = FakeMedium(layout, disk_slots)
-        self.tier = FakeTier(self.medium, pending_limit)
-        if run_blocks_max is not None:
-            self.tier = FakeRunTier(self.medium, pending_limit, run_blocks_max=run_blocks_max)
+        self.tier = FakeTier(self.medium, pending_limit, run_blocks_max=run_blocks_max)
         self.metrics = Metrics()
         self.progress: list[tuple[int, int, bool]] = []
         self.arena = HostArena(layout, host_slots, touch_threads=0)
@@ -58,8 +55,7 @@ class Bench:
             SpaceOptions(
                 staging=staging,
                 eviction=eviction,
-                write_on_eviction=on_eviction,
-                in_flight_max=4 if run_blocks_max is None else 16,
+                in_flight_max=4 if run_blocks_max == 1 else 16,
                 brought_at_once=brought_at_once,
             ),
         )

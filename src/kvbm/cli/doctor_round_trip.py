@@ -16,7 +16,7 @@ from kvbm.errors import KvbmError
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.present.numbers import format_bytes
 from kvbm.settings import Settings, container_limit_bytes, host_memory_field
-from kvbm.tiers.contract import SlotTier
+from kvbm.tiers.contract import BlockHead, RunTier
 from kvbm.tiers.disk.syscalls import Syscalls
 from kvbm.tiers.disk.tier import open_disk_tier
 from kvbm.tiers.host import HostArena
@@ -108,7 +108,7 @@ def _through_disk(
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _store_and_load(name: str, tier: SlotTier, arena: HostArena, content: bytes) -> Check:
+def _store_and_load(name: str, tier: RunTier, arena: HostArena, content: bytes) -> Check:
     size = len(content)
     sources, targets = arena.slot_views(_WRITTEN), arena.slot_views(_READ)
     times: list[tuple[float, float]] = []
@@ -119,8 +119,8 @@ def _store_and_load(name: str, tier: SlotTier, arena: HostArena, content: bytes)
             targets[0][:] = bytes(size)
             seconds = []
             for submit in (
-                lambda key=key, slot=slot: tier.submit_store(slot, key, None, slot, sources),
-                lambda key=key, slot=slot: tier.submit_load(slot, key, slot, targets),
+                lambda key=key, slot=slot: tier.submit_store(slot, [BlockHead(key, None)], slot, sources),
+                lambda key=key, slot=slot: tier.submit_load(slot, [key], slot, targets),
             ):
                 begun_s = time.monotonic()
                 if trouble := _complete(tier, submit):
@@ -138,7 +138,7 @@ def _store_and_load(name: str, tier: SlotTier, arena: HostArena, content: bytes)
     return ok(name, speeds(size, write_s, read_s), **measured(size, write_s, read_s))
 
 
-def _complete(tier: SlotTier, submit: Callable[[], Outcome]) -> str:
+def _complete(tier: RunTier, submit: Callable[[], Outcome]) -> str:
     """Submit and wait; what went wrong in one line, or nothing."""
     outcome = submit()
     if outcome is not Outcome.PENDING:

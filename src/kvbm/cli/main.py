@@ -20,7 +20,6 @@ COMMANDS: dict[str, str] = {
     "status": "Show the running managers: tiers, engines, queues, faults.",
     "inspect": "List what a running manager holds, and the KV events that it publishes.",
     "reset": "Drop the blocks of a running manager that are not in use.",
-    "resize": "Give the host tier of a running manager another size.",
     "pin": "Keep the blocks of a prompt in host memory for a while.",
     "unpin": "End pins.",
     "prefetch": "Bring the blocks of a prompt or a session from disk into host memory.",

@@ -82,12 +82,6 @@ SampleRate = Annotated[
     typer.Option("--sample", metavar="R", help="For hit rates: replay only this share of the conversations."),
 ]
 Replays = Annotated[int, typer.Option(metavar="N", min=1, help="At most so many replays of a trace.")]
-Write = Annotated[
-    str,
-    typer.Option(
-        metavar="WHEN", help="When disk is written: `through` at once, or on `eviction` from host memory."
-    ),
-]
 Everything = Annotated[
     bool, typer.Option("--all", help="Show all sizes that were tried, not only the best of each cost.")
 ]
@@ -119,7 +113,6 @@ def plan(
     replays: Replays = 80,
     open_loop: simulate.OpenLoop = False,
     admission: simulate.Admission = "filter",
-    write: Write = "through",
     write_budget: simulate.WriteBudget = None,
     prefill_tokens_per_s: simulate.PrefillRate = 30_000.0,
     attention_tokens: simulate.Attention = 30_000.0,
@@ -159,7 +152,7 @@ def plan(
         sample=sample,
         replays=replays,
         machine=simulate.read_machine(*speeds) if target.most_s else None,
-        rules=simulate.read_disk_rules(admission, write, write_budget),
+        rules=simulate.read_disk_rules(admission, write_budget),
         closed_loop=not open_loop,
     )
     question.check()

@@ -17,6 +17,9 @@ _STORE_OPTIONS = (
     "--price-get",
     "--price-egress",
 )
+_DISK_WRITE = (
+    "a block is offered to disk once host memory has it; DYN_KVBM_DISK_ADMISSION bounds what is written"
+)
 _ROUTER = "`kvbm scale --router kv` has Dynamo's defaults: weight 1, temperature 0"
 
 REMOVED: dict[str, str] = {
@@ -25,15 +28,18 @@ REMOVED: dict[str, str] = {
     "a prompt matches",
     **{f"kvbm {command} --tokenizer": _TOKENS for command in ("pin", "unpin", "prefetch", "why")},
     **{f"kvbm plan {option}": _STORE for option in _STORE_OPTIONS},
-<<<<<<< HEAD
     "kvbm manager --disk-io-threads": "eight threads read and write a disk tier",
     "kvbm manager --admin-token-file": "write the token to admin.token in the runtime directory",
     "kvbm manager --fleet-share": "readers hold at most a twentieth of host memory",
-=======
     "kvbm manager --remote-codec": "what is written to the remote store is not compressed",
->>>>>>> rows-e
     "kvbm scale --weight": _ROUTER,
     "kvbm scale --temperature": _ROUTER,
+    "kvbm manager --disk-write": _DISK_WRITE,
+    **{
+        f"kvbm {command} --write": "disk is simulated as the manager writes it"
+        for command in ("simulate", "plan")
+    },
+    "kvbm resize": "set DYN_KVBM_CPU_CACHE_GB and restart the manager; tiers below and other nodes keep their blocks",
 }
 """The call from `kvbm` on, up to the removed word, without arguments; and what to use instead, to end a sentence."""
 

@@ -122,14 +122,6 @@ Admission = Annotated[
         metavar="NAME", help="Blocks that enter the disk: `filter` (used again), `all`, or `ghost`."
     ),
 ]
-Write = Annotated[
-    str,
-    typer.Option(
-        metavar="WHEN",
-        help="When disk is written: `through`, as soon as host memory has a block, or on `eviction`, when it is about "
-        "to give it up. Both, to compare: through,eviction.",
-    ),
-]
 WriteBudget = Annotated[
     str | None,
     typer.Option("--write-budget", metavar="SIZE", help="Most bytes written to disk in 24 hours."),
@@ -170,7 +162,6 @@ def simulate(
     times: WithTimes = False,
     open_loop: OpenLoop = False,
     admission: Admission = "filter",
-    write: Write = "through",
     write_budget: WriteBudget = None,
     prefill_tokens_per_s: PrefillRate = 30_000.0,
     attention_tokens: Attention = 30_000.0,
@@ -209,7 +200,7 @@ def simulate(
         halves=halves,
         curve=curve or (plot is not None and kv.model is None),
         machine=read_machine(prefill_tokens_per_s, attention_tokens, links) if timed else None,
-        rules=[read_disk_rules(admission, word.strip(), write_budget) for word in write.split(",")],
+        rules=read_disk_rules(admission, write_budget),
         closed_loop=not open_loop,
         hints=parse_hints(hints),
     )
@@ -252,12 +243,12 @@ def read_model(size: str | None, model: Path | None) -> ModelKv:
     return ModelKv(count, None)
 
 
-def read_disk_rules(admission: str, write: str, budget: str | None) -> DiskRules:
+def read_disk_rules(admission: str, budget: str | None) -> DiskRules:
     """The rules for writing to disk, from the options. Raises SettingsError."""
     from kvbm.settings.parse import parse_size
     from kvbm.sim.serving.disk import DiskRules
 
-    rules = DiskRules(admission, write, None if budget is None else parse_size("--write-budget", budget))
+    rules = DiskRules(admission, None if budget is None else parse_size("--write-budget", budget))
     rules.check()
     return rules
 

@@ -13,7 +13,6 @@ from kvbm.block import NO_COUNT
 from kvbm.cli.managers import JsonOption, ManagerOption, settings_for, tier_label
 from kvbm.client.admin import Admin, running_managers
 from kvbm.errors import KvbmError
-from kvbm.observe.view import resize_line
 from kvbm.present import tables
 from kvbm.present.numbers import format_bytes, format_ms, name_ranks
 from kvbm.present.tables import json_text, plain_table
@@ -119,8 +118,6 @@ def _show(status: ManagerStatus) -> None:
         f"version {description.version or 'unknown'}, {_found(description)}",
         soft_wrap=True,
     )
-    if description.resizing is not None:
-        console.print(f"  {resize_line(description.resizing)}", soft_wrap=True)
     if not description.spaces:
         console.print("  no engine has connected yet: there are no tiers\n")
         return

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbm.block import NO_COUNT
-from kvbm.observe.view import FlowView, View, resize_line
+from kvbm.observe.view import FlowView, View
 from kvbm.present.numbers import format_bytes, format_ms
 from kvbm.remote_report import RemoteReport
 
@@ -29,13 +29,11 @@ def title(view: View, socket_path: str, width: int) -> Text:
 
 
 def verdict(view: View) -> Text:
-    """The findings, a paragraph each, and a resize that is under way."""
+    """The findings, a paragraph each."""
     text = Text()
     for finding in view.findings:
         mark, style = _LEVELS[finding.level]
         text.append(("\n" if text else "") + mark + finding.text, style=style)
-    if view.resizing is not None:
-        text.append(("\n" if text else "") + resize_line(view.resizing), style="bold cyan")
     return text
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 PINNED_SHARE = 8
@@ -15,12 +15,6 @@ class DeviceBlocks(Protocol):
     @property
     def block_count(self) -> int:
         """How many blocks the pool has; 0 while that is unknown."""
-
-    def tag(self, block: int) -> Hashable | None:
-        """The engine's own name of the block's content; None when no later request could find that content."""
-
-    def next_out(self, limit: int) -> Sequence[int]:
-        """Up to `limit` free blocks in the order in which the engine will hand them out."""
 
     def forget_all(self) -> None:
         """Later requests find no block on the device; requests that hold blocks keep them."""

@@ -16,7 +16,6 @@ from kvbm.clock import Clock
 from kvbm.grouping import WINDOWS, Grouping, Place
 from kvbm.hashing import join_keys, split_keys
 from kvbm.leader.keys import RequestKeys
-from kvbm.leader.lazy import Unsaved
 from kvbm.leader.offers import Offers
 from kvbm.leader.search import Search
 from kvbm.leader.stores import Answered, Stores
@@ -36,13 +35,12 @@ class GroupOffers(Offers):
     def __init__(
         self,
         stores: Stores,
-        unsaved: Unsaved | None,
         requests: Mapping[str, Tracked],
         keys: RequestKeys,
         clock: Clock,
         grouping: Grouping,
     ) -> None:
-        super().__init__(stores, unsaved, requests, keys, clock)
+        super().__init__(stores, requests, keys, clock)
         self._grouping = grouping
 
     def found(self, search: Search, full: int) -> None:
@@ -92,9 +90,7 @@ class GroupOffers(Offers):
         if answer.first < A_STATE:
             tracked.tail_refused(A_STATE - answer.first, self._clock())
             return
-        asked = self._grouping.chain(
-            answer.first, answer.first + len(answer.device_blocks) * self._grouping.step
-        )
+        asked = self._grouping.chain(answer.first, answer.first + answer.blocks * self._grouping.step)
         tracked.refused(self._grouping.start_of(asked[answer.taken]), self._clock())
 
     def _offer_chain(self, request: str, tracked: Tracked, tables: Tables, end: int) -> None:

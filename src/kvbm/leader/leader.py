@@ -23,7 +23,6 @@ from kvbm.leader.group_offers import GroupOffers
 from kvbm.leader.inbox import Inbox
 from kvbm.leader.joint_loads import JointLoads
 from kvbm.leader.keys import RequestKeys
-from kvbm.leader.lazy import Unsaved, tags_before
 from kvbm.leader.link import Link, ManagerLink
 from kvbm.leader.lookups import Lookups
 from kvbm.leader.nodes import NodesLink
@@ -48,12 +47,11 @@ class Leader:
 
     `hashes` of a request is the engine's own list of block hashes; it may grow as tokens come in. `promise_early`
     is True for an engine that recomputes blocks which do not arrive. `layerwise`: loads may run beside the forward
-    pass that reads them. `lazy`: a block is stored when the engine is about to hand it out, not when it is full; both
-    need `device`. `weights_version` names the weights that the engine starts with, where their files do not. `spans`
-    takes what became of each request. `groups` are a hybrid model's. `zeroes`: the engine zeroes blocks when it hands
-    them out. `at_once`: it asks once (`first_contact`), copies stores after the step's forward pass, and its ranks
-    report through the manager; by a `mirror` certain misses are known. `nodes` find the managers of the engine's other
-    nodes.
+    pass that reads them; it needs `device`. `weights_version` names the weights that the engine starts with, where
+    their files do not. `spans` takes what became of each request. `groups` are a hybrid model's. `zeroes`: the
+    engine zeroes blocks when it hands them out. `at_once`: it asks once (`first_contact`), copies stores after the
+    step's forward pass, and its ranks report through the manager; by a `mirror` certain misses are known. `nodes`
+    find the managers of the engine's other nodes.
     `requests`, `lookups` and `stores` are empty once no request is left and the ranks and the manager have answered.
     """
 
@@ -66,7 +64,6 @@ class Leader:
         clock: Clock,
         load_always: bool = False,
         layerwise: bool = False,
-        lazy: bool = False,
         device: DeviceBlocks | None = None,
         weights_version: str = "",
         spans: SpanSink | None = None,
@@ -78,8 +75,8 @@ class Leader:
         nodes: Sequence[Finder] = (),
     ) -> None:
         assert mirror is None or not nodes
-        assert device is not None or not (layerwise or lazy or zeroes)
-        assert not ((groups or zeroes) and (layerwise or lazy)), "so for one group only"
+        assert device is not None or not (layerwise or zeroes)
+        assert not ((groups or zeroes) and layerwise), "so for one group only"
         self._grouping = grouping = Grouping(groups) if groups else None
         self._step = grouping.step if grouping is not None else 1
         self._clock = clock
@@ -101,8 +98,7 @@ class Leader:
         self._keys = RequestKeys(self._link, self._weights.salt)
         self.client_words = ClientWords(self._link, self._keys, self.requests)
         self._questions = Questions(self._link, self.lookups, self.requests, self._keys, mirror)
-        unsaved = Unsaved(device) if lazy and device is not None else None
-        offering = self.stores, unsaved, self.requests, self._keys, clock
+        offering = self.stores, self.requests, self._keys, clock
         self._offers = Offers(*offering) if grouping is None else GroupOffers(*offering, grouping)
         self.announced = Announced(self._link, clock, announces)
         self._renewal = Renewal(
@@ -269,10 +265,7 @@ class Leader:
             may_wait = False
             self._wait_a_little(LAST_STORES_WAIT_S if idle else left_s, lambda: self.stores.unanswered)
             self._budget.begin()
-        # The tags of free device blocks are asked for only where a plan needs them: a step has thousands of blocks.
-        free = self.stores.plans_free_blocks
-        tag = tags_before(self._device, scheduled if free else (), self._new_loads if free else ())
-        stores = self.stores.plan(tag)
+        stores = self.stores.plan()
         released = self.stores.released()
         with self._link.in_one_write():
             if not self._at_once:

@@ -58,7 +58,6 @@ class Renewal:
         """Stores under the old keys are not committed: their device blocks may be overwritten before they are
         copied."""
         self.stores.doubt()
-        self.offers.keys_changed()
         for request, tracked in self.requests.items():
             self.lookups.drop(request)
             tracked.keys_changed()

@@ -16,9 +16,9 @@ class Retry:
     failures: int = 0
     due_s: float = 0.0
 
-    def failed(self, now_s: float, wait_s_max: float = RETRY_S_MAX) -> None:
+    def failed(self, now_s: float) -> None:
         """The manager refused."""
-        self.due_s = now_s + min(RETRY_S * (1 << self.failures), wait_s_max)
+        self.due_s = now_s + min(RETRY_S * (1 << self.failures), RETRY_S_MAX)
         self.failures = min(self.failures + 1, _DOUBLINGS_MAX)
 
     def succeeded(self) -> None:

@@ -6,16 +6,15 @@ ends are pinned until they are copied, so that no step waits for its copies; tho
 because the engine needs them. Pins have a bound (`Pins.has_room`): beyond it, and where the engine cannot pin, the
 blocks are released when the request ends.
 
-A store without a request (lazy offload) copies free blocks: it is planned only while their content is unchanged, and
-released with the next step. A *fleeting* store is of blocks that their request gives up while it runs (a sliding
-window's, a recurrent state). They are pinned until they are copied; where the engine cannot pin, the store is planned
-and released in the next step, or given up. An engine that zeroes blocks when it hands them out may do that before we
-read what they held: there every store's blocks are pinned until they are copied.
+A *fleeting* store is of blocks that their request gives up while it runs (a sliding window's, a recurrent state). They
+are pinned until they are copied; where the engine cannot pin, the store is planned and released in the next step, or
+given up. An engine that zeroes blocks when it hands them out may do that before we read what they held: there every
+store's blocks are pinned until they are copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
@@ -45,11 +44,8 @@ class _Store:
     request: str
     device_blocks: tuple[int, ...]
     asked_s: float
-    tags: tuple[Hashable, ...] = ()
     first: int = 0
     keep: Keep | None = None
-    asked: Reserve | None = None
-    steps_planned: int = 0
     slots: tuple[int, ...] | None = None
     generations: tuple[int, ...] = ()
     planned_slots: int = 0
@@ -65,18 +61,14 @@ class _Store:
 class Answered(NamedTuple):
     """The manager's answer to a reservation; its first `taken` blocks got slots or are held, the others were refused.
 
-    `first` is the number of the first block in the chain of `request`. A reservation for free blocks, which belong to
-    no request, has all that is needed to note them again.
+    `first` is the number of the first block in the chain of `request`, `blocks` how many were asked for.
     """
 
     request: str
     first: int
     taken: int
     refused: bool
-    asked: Reserve | None
-    device_blocks: tuple[int, ...]
-    tags: tuple[Hashable, ...]
-    keep: Keep | None
+    blocks: int
 
 
 class Stores:
@@ -138,18 +130,12 @@ class Stores:
         """How many more stores may be asked for now."""
         return OPEN_STORES_MAX - len(self)
 
-    @property
-    def plans_free_blocks(self) -> bool:
-        """Whether the next plan may copy blocks that belong to no request."""
-        return any(store.tags and store.slots is not None for store in self._asked.values())
-
     def ask(
         self,
         request: str,
         parent: bytes,
         keys: bytes,
         device_blocks: Sequence[int],
-        tags: Sequence[Hashable] = (),
         hashes: bytes = b"",
         first: int = 0,
         keep: Keep | None = None,
@@ -166,10 +152,8 @@ class Stores:
         `again`: the manager has refused some of them before.
         `groups` is as in `Reserve`, for `fleeting` see the module, and `said` is what may be announced of the blocks.
         `tenant` is as in `Lookup`.
-        With `tags` the blocks are free and belong to no request: `tags[i]` is the `DeviceBlocks.tag` of block i.
         """
         assert len(keys) == KEY_BYTES * len(device_blocks) > 0
-        assert len(tags) in (0, len(device_blocks))
         ready = self._link.ready
         if ready is None or self.room <= 0:
             return False
@@ -200,10 +184,8 @@ class Stores:
             request,
             tuple(device_blocks),
             self._clock(),
-            tuple(tags),
             first,
             keep,
-            asked if tags else None,
             fleeting=fleeting,
             pinned=pinned,
         )
@@ -218,13 +200,11 @@ class Stores:
         store.answer_s = self._clock() - store.asked_s
         refused = REFUSED in reply.slots
         taken = reply.slots.index(REFUSED) if refused else len(reply.slots)
-        asked, store.asked = store.asked, None
-        blocks, tags = store.device_blocks, store.tags
-        return Answered(store.request, store.first, taken, refused, asked, blocks, tags, store.keep)
+        return Answered(store.request, store.first, taken, refused, len(reply.slots))
 
-    def plan(self, tag: Callable[[int], Hashable | None] | None = None) -> tuple[StorePlan, ...]:
+    def plan(self) -> tuple[StorePlan, ...]:
         """The copies for this step. Requests that have `ended` lose their device blocks in it: their stores are planned
-        now or given up. `tag` is `DeviceBlocks.tag` of this moment; required once `ask` was called with tags.
+        now or given up.
         """
         plans: list[StorePlan] = []
         now_s = self._clock()
@@ -251,16 +231,6 @@ class Stores:
                 self._unpin(store)
                 self._give_back(store.number, len(pairs))
                 continue
-            if store.tags:
-                assert tag is not None
-                stale = {
-                    at for at, (_, i) in enumerate(pairs) if tag(store.device_blocks[i]) != store.tags[i]
-                }
-                if len(stale) == len(pairs):
-                    self._give_back(store.number, len(pairs))
-                    continue
-                # Some blocks were handed out meanwhile: they are copied with the others, but not committed.
-                self._failed[store.number] = stale
             store.planned_slots = len(pairs)
             self._planned[store.number] = store
             plans.append(
@@ -281,7 +251,6 @@ class Stores:
         now_s = self._clock()
         for store in self._planned.values():
             ended = (store.gone or store.fleeting) and not store.pinned
-            ended = ended or bool(store.tags and store.steps_planned)
             if (ended or store.pinned) and now_s - store.asked_s > STORE_AGE_S_MAX:
                 self._unpin(store)
                 self._fail(store)
@@ -289,7 +258,6 @@ class Stores:
                 released.append(store.number)
             # Once: from the next step on its blocks are others'.
             store.gone = store.gone and store.pinned
-            store.steps_planned += 1
         return tuple(released)
 
     def ended(self, request: str, held: bool = False) -> None:

@@ -37,14 +37,13 @@ class StateOffer(NamedTuple):
 class Scheduled(NamedTuple):
     """A request in an engine step: how many of its leading blocks are complete after it, and its block table.
 
-    The step writes to blocks of the table from `written_from` on. The table is only asked for when it is needed. With
-    several groups `tables` has that of each, and `states` the recurrent states that the step leaves behind.
+    The table is only asked for when it is needed. With several groups `tables` has that of each, and `states` the
+    recurrent states that the step leaves behind.
     """
 
     request: str
     complete_blocks: int
     device_blocks: Callable[[], Sequence[int]]
-    written_from: int = 0
     tables: Callable[[], Sequence[Sequence[int]]] = lambda: ()
     states: tuple[StateOffer, ...] = ()
 

@@ -44,8 +44,7 @@ class BlockManager:
     Policies decide which blocks are kept. They go by name, the built-in ones and those of installed packages:
     `eviction` decides what a full tier gives up (`gittins`, `lru`, …), `disk_admission` what may enter disk (`all`;
     `filter`, from the second time on; `ghost`, when offered again soon). `disk_write_budget` bounds the bytes written
-    to disk in 24 hours (a size; 0: no bound). `disk_write` says when a block is offered to disk: `"through"`, once host
-    memory has it and on each use, or `"eviction"`, when host memory is about to give it up, or the manager is closed.
+    to disk in 24 hours (a size; 0: no bound).
 
     With `host=None` the disk is the only tier. Blocks pass through a staging area of `staging` bytes: in GPU memory
     where the GPU reaches the disk itself, otherwise in host memory. `disk_direct` says how: `"auto"`, directly where
@@ -77,7 +76,6 @@ class BlockManager:
         eviction: str = "gittins",
         disk_admission: str = "all",
         disk_write_budget: str | int = 0,
-        disk_write: str = "through",
         staging: str | int = "512MB",
         disk_direct: str = "auto",
         device: str = "",
@@ -118,7 +116,6 @@ class BlockManager:
             eviction=eviction,
             disk_admission=disk_admission,
             disk_write_budget=disk_write_budget,
-            disk_write=disk_write,
             staging=staging,
             disk_direct=disk_direct,
             device=device,

@@ -33,7 +33,7 @@ from kvbm.policy import AdmissionPolicy
 from kvbm.protocol import HELD
 from kvbm.settings import Settings, container_limit_bytes, parse_size
 from kvbm.settings.places import default_runtime_dir
-from kvbm.tiers.contract import SlotTier
+from kvbm.tiers.contract import RunTier
 from kvbm.tiers.disk.geometry import DiskSetting
 from kvbm.tiers.disk.tier import open_disk_tier
 from kvbm.tiers.host import HostArena
@@ -48,7 +48,6 @@ _ARRIVAL_DEADLINE_S = 30.0
 _POLL_S = 0.0002
 _TICK_S = 0.5
 _CLOSE_FLUSH_S = 5.0
-_DISK_WRITES = ("through", "eviction")
 
 
 class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +60,6 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True):
     eviction: str
     disk_admission: str
     disk_write_budget: str | int
-    disk_write: str
     staging: str | int
     disk_direct: str
     device: str
@@ -92,8 +90,6 @@ class LocalSpace:
         self, options: LocalOptions, layout: BlockLayout, namespace: Namespace, metrics: Metrics, clock: Clock
     ) -> None:
         refuse_eviction("eviction", options.eviction)
-        if options.disk_write not in _DISK_WRITES:
-            raise SettingsError("disk_write", options.disk_write, f"one of: {', '.join(_DISK_WRITES)}")
         self._layout = layout
         self._namespace = namespace
         self._clock = clock
@@ -139,7 +135,6 @@ class LocalSpace:
                 SpaceOptions(
                     staging=options.host is None,
                     eviction=options.eviction,
-                    write_on_eviction=options.disk_write == "eviction",
                 ),
                 remotes,
             )
@@ -281,7 +276,7 @@ class LocalSpace:
 
     def _open_tiers(
         self, wanted: StagingOptions, host: str | int | None, disk: str | int | None
-    ) -> tuple[HostArena, SlotTier | None, torch.Tensor | None]:
+    ) -> tuple[HostArena, RunTier | None, torch.Tensor | None]:
         """The arena, the disk tier, and the arena as a tensor where it is no host memory."""
         if host is None:
             if disk is None:

@@ -19,7 +19,6 @@ from kvbm.admin_protocol import (
     LeaseRow,
     ListBlocks,
     ListLeases,
-    ResizeReport,
     SpaceReport,
     TierReport,
 )
@@ -47,8 +46,7 @@ Handler = Callable[[Session, Any], Iterator[None] | None]
 class Administration:
     """Handlers of an operator's messages. Owned by the manager's thread.
 
-    `sessions` has the open ones by number; `refused_count` tells how many were refused so far, `resizing` how far a
-    resize is. `metrics` are read only.
+    `sessions` has the open ones by number; `refused_count` tells how many were refused so far. `metrics` are read only.
     """
 
     def __init__(
@@ -60,7 +58,6 @@ class Administration:
         epoch: int,
         refused_count: Callable[[], int],
         clock: Clock,
-        resizing: Callable[[], ResizeReport | None] = lambda: None,
         publisher: Publisher | None = None,
     ) -> None:
         self._spaces = spaces
@@ -70,7 +67,6 @@ class Administration:
         self._epoch = epoch
         self._refused_count = refused_count
         self._clock = clock
-        self._resizing = resizing
         self._publisher = publisher
         self._started_s = clock()
 
@@ -98,7 +94,6 @@ class Administration:
             sessions=len(self._sessions),
             fences=len(self._membership.fences),
             refused=self._refused_count(),
-            resizing=self._resizing(),
             events=self._publisher.endpoint if self._publisher is not None else "",
             events_replay=self._publisher.replay_endpoint if self._publisher is not None else "",
         )

@@ -33,7 +33,7 @@ from kvbm.settings import (
     staging_slots,
     variable,
 )
-from kvbm.tiers.contract import SlotTier
+from kvbm.tiers.contract import RunTier
 from kvbm.tiers.disk.geometry import DiskSetting
 from kvbm.tiers.disk.tier import open_disk_tier
 from kvbm.tiers.host import HostArena, refuse_beyond_memory
@@ -188,7 +188,6 @@ class SpaceTable:
             options = SpaceOptions(
                 staging=staging,
                 eviction=settings.eviction,
-                write_on_eviction=settings.disk_write == "eviction",
                 in_flight_max=settings.max_concurrent_transfers * settings.max_transfer_batch_size,
                 keeps_facts=events,
                 salt_share=settings.salt_share,
@@ -239,7 +238,7 @@ class SpaceTable:
         budget = settings.disk_write_budget_bytes if settings.disk_on else 0
         return bound_writes(variable("disk_write_budget_bytes"), budget, admission, size, now_s, share)
 
-    def _open_disk(self, namespace: Namespace, layout: BlockLayout, events: bool) -> SlotTier | None:
+    def _open_disk(self, namespace: Namespace, layout: BlockLayout, events: bool) -> RunTier | None:
         settings, share = self.settings, self.namespaces_max
         if not settings.disk_on:
             return None

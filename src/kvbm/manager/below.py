@@ -20,7 +20,6 @@ from kvbm.manager.offload import Offloader
 from kvbm.manager.onboard import WAITING_CHECKED_EACH, Onboarder, Rising, Wanted, cut
 from kvbm.manager.pool import SlotPool
 from kvbm.manager.remote_side import RemoteSide
-from kvbm.tiers.host import HostArena
 
 ASKED_AT_ONCE = 64
 """So many blocks are looked for in remote tiers at a time, as long as all are there."""
@@ -35,8 +34,6 @@ class Below:
     remotes: Sequence[RemoteSide]
     brought_at_once: int
     downward: Downward = field(init=False)
-    # Memory that was replaced, where a tier may still read or write.
-    _replaced: list[HostArena] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.downward = Downward(self._offloader, self.remotes)
@@ -75,7 +72,6 @@ class Below:
 
     def advance(self) -> bool:
         """Submit queued blocks. Whether to call it again."""
-        self._let_go()
         return sum(side.advance() for side in self.sides) > 0
 
     def filenos(self) -> list[int]:
@@ -88,31 +84,10 @@ class Below:
         for remote in self.remotes:
             remote.tick()
 
-    def replace_host(self, host: HostSide) -> None:
-        """Go over to other host memory; the memory before is closed once nothing moves there."""
-        self._replaced.append(self.host.arena)
-        self.host = host
-        for side in self.sides:
-            side.replace_host(host)
-        self._let_go()
-
-    @property
-    def moving_out(self) -> bool:
-        """Reads or writes are still under way in host memory that was replaced."""
-        return bool(self._replaced)
-
     def close(self, keep: bool) -> None:
         """Write what waits (bounded in time), release the tiers. Nothing touches host memory after it."""
         for side in self.sides:
             side.close(keep)
-        for arena in self._replaced:
-            arena.close()
-
-    def _let_go(self) -> None:
-        if self._replaced and not any(side.moving_out for side in self.sides):
-            for arena in self._replaced:
-                arena.close_beside()
-            self._replaced.clear()
 
     def _offloader(self) -> Offloader[BlockKey] | None:
         return self.disk.offloader if self.disk is not None else None

@@ -12,7 +12,6 @@ from kvbm.block import BlockKey, Outcome, SlotIndex, Tier
 from kvbm.clock import Clock
 from kvbm.manager.departed import CORRUPT, Departed
 from kvbm.manager.held_keys import HeldKeys
-from kvbm.manager.host_side import HostSide
 from kvbm.manager.leases import Lease
 from kvbm.manager.names import EngineNames
 from kvbm.manager.offload import Offloader
@@ -23,7 +22,6 @@ from kvbm.manager.sources import DiskSource
 from kvbm.observe.metrics import Metrics
 from kvbm.observe.moves_log import FullPool
 from kvbm.policy import AdmissionPolicy, make_policy
-from kvbm.policy.departures import Departures
 from kvbm.tiers.contract import BlockHead, Completion, RunTier
 from kvbm.tiers.host import HostArena
 
@@ -31,29 +29,12 @@ HEAL_INTERVAL_S = 10.0
 CLOSE_S_MAX = 5.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Retired:
-    """The queues of host memory that was replaced, which wait for the reads and writes under way there."""
-
-    onboarder: Onboarder
-    offloader: Offloader[BlockKey]
-
-    @property
-    def in_flight(self) -> int:
-        """Blocks under way."""
-        return self.onboarder.queued_count + self.offloader.queued_count
-
-    def completed(self, completion: Completion) -> bool:
-        """Take a completion; False when it is not of here."""
-        return self.onboarder.completed(completion) or self.offloader.completed(completion)
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class DiskSide:
     """The part of a space that exists only with a disk. Owned by the manager's thread.
 
-    `departures` is the policy of the host pool where blocks are written on eviction, and None elsewhere. After a fault
-    the medium is tried again now and then; `pool`, `onboarder` and `offloader` are new ones once it works.
+    After a fault the medium is tried again now and then; `pool`, `onboarder` and `offloader` are new ones once it
+    works.
     """
 
     medium: RunTier
@@ -63,7 +44,6 @@ class DiskSide:
     host_facts: SlotFacts
     rising: dict[int, Rising]
     admission: AdmissionPolicy
-    departures: Departures | None
     eviction: str
     staging: bool
     in_flight_max: int
@@ -86,8 +66,6 @@ class DiskSide:
     _to_void: list[int] = field(default_factory=list, init=False)
     # Polled and not yet looked at.
     _ended: deque[Completion] = field(default_factory=deque, init=False)
-    # Of host memory that was replaced while blocks moved between it and disk.
-    _retired: list[_Retired] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         slots, tokens = self.medium.slot_count, self.arena.layout.block_tokens
@@ -108,8 +86,7 @@ class DiskSide:
     @property
     def queued_count(self) -> int:
         """Blocks on their way between host memory and disk."""
-        retired = sum(each.in_flight for each in self._retired)
-        return self.onboarder.queued_count + self.offloader.queued_count + retired
+        return self.onboarder.queued_count + self.offloader.queued_count
 
     @property
     def run_blocks_max(self) -> int:
@@ -134,12 +111,7 @@ class DiskSide:
                 self.facts.note(target + slot - source, fact)
             before = key
         views = self.arena.slot_views(source, len(keys))
-        return self.medium.submit_store_run(job_id, blocks, SlotIndex(target), views)
-
-    def keep(self, key: BlockKey) -> None:
-        """The block gets a continuation: room for that is not made of the block itself."""
-        if self.departures is not None and (slot := self.host_pool.find(key)) is not None:
-            self.departures.keep(slot, self.clock())
+        return self.medium.submit_store(job_id, blocks, SlotIndex(target), views)
 
     def collect(self, until_s: float = inf) -> bool:
         """Take the completions; until that time, but one in any case. Whether there are some left."""
@@ -147,18 +119,15 @@ class DiskSide:
         self._ended += self.medium.poll()
         while self._ended:
             completion = self._ended.popleft()
-            if not self.onboarder.completed(completion) and not self.offloader.completed(completion):
-                any(each.completed(completion) for each in self._retired)
+            if not self.onboarder.completed(completion):
+                self.offloader.completed(completion)
             if self.clock() >= until_s:
                 break
         return bool(self._ended)
 
     def advance(self) -> bool:
         """Submit queued blocks; try a medium that is off again when that is due. Whether it is to be called again."""
-        self._retired = [each for each in self._retired if each.in_flight]
         again = self.onboarder.pump()
-        if self.departures is not None:
-            self.departures.advance(self.clock())
         again = self.offloader.pump() or again
         self.void_emptied()
         now_s = self.clock()
@@ -169,11 +138,6 @@ class DiskSide:
                 self.onboarder.healed()
                 self._index_anew()
         return again
-
-    def offer_all(self) -> None:
-        """Host memory is about to go: offer to disk the blocks that are only written on eviction."""
-        if self.departures is not None:
-            self.departures.advance_all(self.clock())
 
     def close(self, keep: bool) -> None:
         """Write queued blocks as long as the medium takes them, at most for `CLOSE_S_MAX`, and release it."""
@@ -187,25 +151,6 @@ class DiskSide:
                 break
         self.void_emptied()
         self.medium.close(keep)
-
-    def replace_host(self, host: HostSide) -> None:
-        """Go over to other host memory. Reads and writes under way end in the memory before.
-
-        No lease waits for a read. Blocks that wait to be written are, where they were carried over.
-        """
-        onboarder, offloader = self.onboarder, self.offloader
-        onboarder.give_up()
-        self._retired.append(_Retired(onboarder, offloader))
-        self.host_pool, self.arena, self.names = host.pool, host.arena, host.names
-        self.host_facts, self.departures, self.rising = host.facts, host.departures, host.rising
-        self._make_queues()
-        self.offloader.queue.update(offloader.queue)
-        offloader.queue.clear()
-
-    @property
-    def moving_out(self) -> bool:
-        """Reads or writes are still under way in host memory that was replaced."""
-        return any(each.in_flight for each in self._retired)
 
     def _index_anew(self) -> None:
         """Index what a medium that works again has brought back; what it has not is evicted."""
@@ -255,12 +200,9 @@ class DiskSide:
             self._job_ids,
             self.in_flight_max,
             self.staging,
-            self.departures.write_ended if self.departures is not None else None,
             self.departed.not_written,
             FullPool("disk", self.clock),
         )
-        if self.departures is not None:
-            self.departures.attach(self.host_pool, self.offloader)
 
     def _corrupt(self, keys: Sequence[BlockKey]) -> None:
         self.departed.note(Tier.DISK, keys, CORRUPT)
@@ -289,7 +231,7 @@ class DiskSide:
         first = end = slots[0]
         for slot in slots:
             if slot != end:
-                self.medium.forget_run(SlotIndex(first), end - first)
+                self.medium.forget(SlotIndex(first), end - first)
                 first = slot
             end = slot + 1
-        self.medium.forget_run(SlotIndex(first), end - first)
+        self.medium.forget(SlotIndex(first), end - first)

@@ -42,8 +42,6 @@ class Engine:
     label: str = OTHER_ENGINES
     part: int = 0
     part_count: int = 1
-    expected_until_s: float = 0.0
-    """Its sessions were ended so that it comes again: until then it has not gone."""
 
     @property
     def missing(self) -> tuple[int, ...]:

@@ -4,8 +4,8 @@ The messages of a namespace have its short name as their topic. What there is to
 (`slot_facts`), so that slow subscribers cost no memory here. Who subscribes late is told of everything that is held:
 it is published once more, which changes nothing for those who know it.
 
-Subscribers are told to forget a topic, and everything anew, only where marks cannot say what has gone: when host memory
-was replaced or a namespace has ended; and in the first seconds of a namespace, because a subscriber that was there
+Subscribers are told to forget a topic, and everything anew, only where marks cannot say what has gone: when a namespace
+has failed or ended; and in the first seconds of a namespace, because a subscriber that was there
 before the manager may know what an earlier one held.
 """
 
@@ -137,7 +137,7 @@ class EventStream:
         return left
 
     def _follow(self) -> None:
-        """Namespaces come and go, and host memory is replaced."""
+        """Namespaces come, go and fail."""
         present = dict[Space, Namespace]((space, namespace) for namespace, space in self._spaces())
         for space in [each for each in self._topics if each not in present]:
             topic = self._topics.pop(space)

@@ -4,7 +4,7 @@ retained block. Until then it is asked as it is, and nothing is counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvbm.block import NO_SLOT, BlockState
@@ -35,8 +35,6 @@ class Favouring:
         self._share = share
         self.favours: Favours | None = None
         """The pool's policy, once there is something to favour."""
-        self.put_back: Callable[[Callable[[int], bool], float], None] | None = None
-        """As in `Favours`: a pool whose policy sets victims aside sets it, before the first call."""
         # The only tenant so far, whose all blocks are then, unless some were found after a restart.
         self._tenant: str | None = None
         self._asked_s = 0.0
@@ -64,11 +62,6 @@ class Favouring:
         """Blocks of the tenant come, behind the one in slot `parent`; without a name, those of that block's."""
         if (favours := self._obtained(tenant)) is not None:
             favours.stored_for(tenant, parent)
-
-    def nobody_comes(self) -> None:
-        """Room is made for no block at all."""
-        if self.favours is not None:
-            self.favours.nobody_comes()
 
     def recovers(self, found: bool) -> None:
         """Blocks were found of which nobody knows whose they are, until they are asked for."""
@@ -141,7 +134,7 @@ class Favouring:
         filling = pool.slots_in(BlockState.FILLING)
         used = filling + pool.slots_in(BlockState.RESIDENT)
         whose = None if self._recovered else owner
-        favours = Favours(pool.policy, pool.slot_count, self._share, filling, used, whose, self.put_back)
+        favours = Favours(pool.policy, pool.slot_count, self._share, filling, used, whose)
         if owner is not None:
             favours.asked_by(owner, self._asked_s)
         pool.policy = favours

@@ -18,7 +18,6 @@ from kvbm.block import BlockKey
 from kvbm.errors import KvbmError, SpaceFailed
 from kvbm.hints import UNHINTED, ClientHint
 from kvbm.manager.foresight import Decided
-from kvbm.manager.host_side import HostSide
 from kvbm.manager.leases import Lease, Owner, Reservation
 from kvbm.manager.lookups import Found, LookingUp, advance
 from kvbm.manager.retaining import Judging
@@ -99,9 +98,6 @@ class GuardedSpace(Space):
 
     def overdue(self) -> list[Reservation]:
         return self._try(list[Reservation](), super().overdue)
-
-    def replace_host(self, host: HostSide, pins_max: int) -> int:
-        return self._try(0, super().replace_host, host, pins_max)
 
     def clear(self, tier: str = "") -> tuple[int, int]:
         return self._try((0, 0), super().clear, tier)

@@ -1,4 +1,4 @@
-"""The host memory of a space: the arena, its index and the names of its blocks. It can be replaced as a whole."""
+"""The host memory of a space: the arena, its index and the names of its blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from kvbm.manager.onboard import Rising
 from kvbm.manager.pool import SlotPool
 from kvbm.manager.slot_facts import SlotFacts
 from kvbm.policy import make_policy
-from kvbm.policy.departures import Departures
 from kvbm.policy.last_copies import LastCopies
 from kvbm.tiers.host import HostArena
 
@@ -23,8 +22,7 @@ from kvbm.tiers.host import HostArena
 class SpaceOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a space. `staging`: host memory is only a bounded way to disk.
 
-    `eviction` names the policy of both tiers; a staging area keeps no order but that of use. `write_on_eviction`: a
-    block is offered to disk only when host memory is about to give it up; a staging area always hands on at once.
+    `eviction` names the policy of both tiers; a staging area keeps no order but that of use.
     `brought_at_once`: blocks of a long run that a lookup queues for reading before it gives others their turn.
     `keeps_facts`: the tier below keeps what is said of blocks. `salt_share` is the part of an equal share of each tier
     that a tenant is sure of.
@@ -32,7 +30,6 @@ class SpaceOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     staging: bool = False
     eviction: str = "lru"
-    write_on_eviction: bool = False
     in_flight_max: int = 64
     brought_at_once: int = 512
     keeps_facts: bool = False
@@ -44,13 +41,11 @@ DEFAULT_OPTIONS = SpaceOptions()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostSide:
-    """An arena with its index. `departures` is the policy of the pool where blocks are written on eviction; `rising`
-    has the run that fills each slot out of a tier below."""
+    """An arena with its index. `rising` has the run that fills each slot out of a tier below."""
 
     arena: HostArena
     names: EngineNames
     pool: SlotPool[BlockKey]
-    departures: Departures | None
     facts: SlotFacts
     held: HeldKeys
     rising: dict[int, Rising] = field(default_factory=dict)
@@ -59,7 +54,6 @@ class HostSide:
 def make_host_side(
     arena: HostArena,
     options: SpaceOptions,
-    writes_on_eviction: bool,
     departed: Departed,
     elsewhere: Callable[[BlockKey], bool] | None = None,
 ) -> HostSide:
@@ -82,15 +76,9 @@ def make_host_side(
     policy = make_policy(eviction, arena.slot_count)
     if elsewhere is not None:
         policy = LastCopies(policy, lambda slot: elsewhere(pool.key_of(slot)))
-    departures: Departures | None = None
-    if writes_on_eviction:
-        policy = departures = Departures(policy, arena.slot_count)
-    # Without its parents a block could not be carried over to other memory.
     # Nobody owns a part of the way to disk: each block is there for a moment.
     share = 0.0 if options.staging else options.salt_share
-    pool = SlotPool(Tier.HOST, arena.slot_count, policy, emptied, chained, chained, share)
-    if departures is not None:
-        pool.favouring.put_back = departures.put_back
+    pool = SlotPool(Tier.HOST, arena.slot_count, policy, emptied, chained, share)
     held.pool = pool
 
     def committed(slots: Sequence[int]) -> None:
@@ -98,4 +86,4 @@ def make_host_side(
         held.committed(slots)
 
     pool.on_committed = committed
-    return HostSide(arena, names, pool, departures, facts, held)
+    return HostSide(arena, names, pool, facts, held)

@@ -333,22 +333,14 @@ class Lending:
         account.reader.post(Refused(line))
 
     def _look_at_spaces(self) -> None:
-        """Send the readers of spaces away that are gone, and go over to memory of another size."""
+        """Send the readers of spaces away that are gone."""
         if not self._shops:
             return
         present = {id(space) for _, space in self._spaces if not space.failure}
         for shop in list(self._shops.values()):
-            accounts = [account for account in self._accounts.values() if account.shop is shop]
             if id(shop.space) not in present:
-                for account in accounts:
+                for account in [each for each in self._accounts.values() if each.shop is shop]:
                     self._send_away(account, "the namespace is not served here any more")
-            elif shop.news.held is not shop.space.held:
-                from kvbm.manager.lent_news import SlotNews
-
-                shop.news.close()
-                shop.news = SlotNews(shop.space.held, self._happened)
-                for account in accounts:
-                    account.cursor.follow(shop.news)
 
     # ---- news
 

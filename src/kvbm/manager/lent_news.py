@@ -128,10 +128,6 @@ class NewsCursor:
 
     def __init__(self, news: SlotNews, known_max: int) -> None:
         self._known_max = known_max
-        self.follow(news)
-
-    def follow(self, news: SlotNews) -> None:
-        """From now on tell of this memory, from the start."""
         self.news = news
         self._restart()
 

@@ -149,24 +149,8 @@ class Membership:
             engine.leaving.pop(session.number, None)
             self._forget_if_gone(engine)
 
-    def send_away(self, space: Space) -> list[Lease]:
-        """End all sessions of a space's engines, so that they come again and map its memory anew.
-
-        Returns the leases that they held.
-        """
-        leases = list[Lease]()
-        for engine in self:
-            if engine.space is not space:
-                continue
-            engine.expected_until_s = self._clock() + ATTACH_S
-            for session in (engine.leader, *engine.workers.values()):
-                if session is not None:
-                    session.fail()
-                    leases += self.gone(session)
-        return leases
-
     def _forget_if_gone(self, engine: Engine) -> None:
-        if engine.empty and self._clock() >= engine.expected_until_s:
+        if engine.empty:
             log.info("engine %s has gone", engine.name)
             del self._engines[engine.name]
             unusable = engine.space.failure or self._spaces.namespace_of(engine.space).ephemeral
@@ -248,14 +232,13 @@ class Membership:
             self._engines[hello.engine] = engine
         session.hello = hello
         engine.workers[hello.rank] = session
-        engine.expected_until_s = 0.0
         if engine.ready:
             engine.missed = ()
         space.arena.touch(hello.shard, hello.numa_node)
         session.send(
             Welcome(
                 version=PROTOCOL_VERSION,
-                epoch=self._epoch + space.life,
+                epoch=self._epoch,
                 slot_count=space.arena.slot_count,
                 slot_bytes=layout.slot_bytes,
                 lease_s=LEASE_S,
@@ -295,7 +278,7 @@ class Membership:
             engine.leader.send(
                 Ready(
                     ready=engine.ready,
-                    epoch=self._epoch + engine.space.life,
+                    epoch=self._epoch,
                     fingerprint=self._spaces.namespace_of(engine.space).whole.fingerprint,
                     block_bytes=engine.space.layout.block_bytes,
                     lease_s=LEASE_S,

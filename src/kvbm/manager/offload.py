@@ -1,8 +1,8 @@
 """G2 → G3: blocks of host memory go to disk when the admission policy lets them.
 
-A block is offered when it is committed and whenever it is used; with `on_write_ended` only when host memory is about to
-evict it (`policy.departures`). The queue holds keys, not slots: a block that host memory evicted before its turn is
-skipped and counted. In *staging* mode (disk without a host tier) a block stays leased until disk has it.
+A block is offered when it is committed and whenever it is used. The queue holds keys, not slots: a block that host
+memory evicted before its turn is skipped and counted. In *staging* mode (disk without a host tier) a block stays leased
+until disk has it.
 """
 
 from __future__ import annotations
@@ -81,9 +81,8 @@ class _Offloading(NamedTuple):
 class Offloader(Generic[KeyT]):
     """The queue of blocks on their way down. Owned by the manager's thread.
 
-    With `on_write_ended` blocks are written on eviction. It is called with the host slot of each block that leaves the
-    queue, written or not. `on_refused` is called with blocks that are not written, and why; not
-    for what the policy refuses while the block stays in host memory, which is most of what is offered.
+    `on_refused` is called with blocks that are not written, and why; not for what the policy refuses while the block
+    stays in host memory, which is most of what is offered.
     """
 
     host_pool: SlotPool[KeyT]
@@ -95,7 +94,6 @@ class Offloader(Generic[KeyT]):
     job_ids: Iterator[int]
     in_flight_max: int
     staging: bool = False
-    on_write_ended: Callable[[int], None] | None = None
     on_refused: Callable[[Sequence[KeyT], str], None] | None = None
     full: moves_log.FullPool | None = None
     # Each block and the one before it, in the order in which they are written.
@@ -123,53 +121,12 @@ class Offloader(Generic[KeyT]):
 
     def committed(self, keys: Sequence[KeyT], parents: Sequence[KeyT | None]) -> None:
         """These blocks, behind those of `parents`, came into host memory from the device."""
-        if self.on_write_ended is None:
-            self._offer(keys, parents, stored=True)
+        self._offer(keys, parents, stored=True)
 
     def used(self, keys: Sequence[KeyT], parent: KeyT | None) -> None:
         """Consecutive blocks of a chain, which are held somewhere, were asked for again; `parent` is before them."""
-        if self.on_write_ended is not None:
-            hit_all(self.admission, keys, self.clock())
-        elif keys:
+        if keys:
             self._offer(keys, (parent, *keys[:-1]))
-
-    def depart(self, slot: int) -> bool:
-        """The block in this slot is a victim of host memory. False: it may go now. True: it is to be written.
-
-        An admitted block is queued behind those before it that are not on disk yet: without them it could never be
-        found there.
-        """
-        key, parent = self.host_pool.key_of(slot), self.host_pool.parent_of(slot)
-        if key in self.queue:
-            return True
-        if self.disk_pool.holds(key) or not self._admits(key):
-            return False
-        for missing, before in self._missing_prefix(parent):
-            if len(self.queue) + 1 >= QUEUE_BLOCKS_MAX:
-                self._skip("queue_full", admitted=True, key=key)
-                return False
-            self.queue[missing] = before
-            if self._budget is not None and not self._budget.spend(self.clock()):
-                self._skip(
-                    "budget", key=key
-                )  # the part of the budget taken for the block itself pays for this one
-                return False
-        self.queue[key] = parent
-        return True
-
-    def _missing_prefix(self, key: KeyT | None) -> list[tuple[KeyT, KeyT | None]]:
-        """The blocks up to this one that have to be written, first of the chain first: each with the one before it."""
-        missing: list[tuple[KeyT, KeyT | None]] = []
-        seen: set[KeyT] = set()  # a hostile client's chain may be a ring
-        while key is not None and key not in seen and key not in self.queue and not self.disk_pool.holds(key):
-            slot = self.host_pool.find(key)
-            if slot is None:
-                break
-            seen.add(key)
-            before = self.host_pool.parent_of(slot)
-            missing.append((key, before))
-            key = before
-        return missing[::-1]
 
     def _offer(self, keys: Sequence[KeyT], parents: Sequence[KeyT | None], stored: bool = False) -> None:
         """Offer blocks to the policy, or count a use of those that disk has already; queue what is admitted.
@@ -336,7 +293,7 @@ class Offloader(Generic[KeyT]):
         self._in_flight_blocks -= run.length
         self.host_pool.unlease_all(run.host_slots)
         hits, failed = list[int](), list[int]()
-        for disk_slot, end in zip(run.disk_slots, completion.ends, strict=True):
+        for disk_slot, end in zip(run.disk_slots, completion.blocks, strict=True):
             (hits if end.outcome is Outcome.HIT else failed).append(disk_slot)
         self.disk_pool.commit_all(hits)
         moves_log.added(len(hits), "disk")
@@ -350,15 +307,16 @@ class Offloader(Generic[KeyT]):
             name = "kvbm_offload_blocks_d2d" if self.staging else "kvbm_offload_blocks_h2d"
             self.metrics.add(name, len(hits))
         for disk_slot, key in zip(failed, lost, strict=True):
-            if completion.ends[disk_slot - run.disk_slot].outcome is Outcome.RETRY and not self.writer.fault:
+            if (
+                completion.blocks[disk_slot - run.disk_slot].outcome is Outcome.RETRY
+                and not self.writer.fault
+            ):
                 # The medium has no room for it, and goes on with what it has.
                 self._skip("full", admitted=True, key=key)
             else:
                 self.metrics.add("kvbm_failures_total", tier="disk", kind="io")
                 if self.on_refused is not None:
                     self.on_refused((key,), "io")
-        for host_slot in run.host_slots:
-            self._note_end(SlotIndex(host_slot))
         return True
 
     def _drop(self, host_slot: SlotIndex, reason: str | None, key: KeyT) -> None:
@@ -369,11 +327,6 @@ class Offloader(Generic[KeyT]):
             self._skip(reason, admitted=True, key=key)
         else:
             self._refund()
-        self._note_end(host_slot)
-
-    def _note_end(self, host_slot: SlotIndex) -> None:
-        if self.on_write_ended is not None:
-            self.on_write_ended(host_slot)
 
     def _skip(self, reason: str, admitted: bool = False, key: KeyT | None = None) -> None:
         self.metrics.add("kvbm_skipped_offloads_total", reason=reason)

@@ -202,13 +202,6 @@ class Onboarder:
                 unread += len(run.keys)
         return bool(self._doubted)
 
-    def give_up(self) -> None:
-        """No lease waits for anything any more: the runs that are not being read leave the queue."""
-        queued, self._queue = self._queue, deque()
-        for run in queued:
-            if run.keys:
-                self._finish(run, [BlockEnd(Outcome.THROTTLED)] * len(run.keys))
-
     def released(self) -> None:
         """A lease ended that waited for blocks: runs that nobody waits for any more shall not keep their host slots."""
         self._doubt_again = True
@@ -254,7 +247,7 @@ class Onboarder:
             self.metrics.add("kvbm_transfer_bytes_total", bytes_moved, source=tier, target="host")
             self.metrics.observe("kvbm_transfer_seconds", completion.seconds, source=tier, target="host")
             self.metrics.observe("kvbm_transfer_size_bytes", bytes_moved, source=tier, target="host")
-        ends = completion.ends
+        ends = completion.blocks
         # Strict: a block whose end a tier does not tell must never count as one that came.
         for slot, key, end in zip(run.host_slots, run.keys, ends, strict=True):
             if end.outcome is Outcome.HIT:

@@ -44,7 +44,7 @@ class SlotPool(BlockIndex[KeyT]):
 
     `on_emptied(slots, keys, was_resident)` is called whenever slots become free, before anyone can reserve them
     again: the owner invalidates readers and journals there. `chained`: a block is of use only while its parent is
-    here too, so parents go last; without it each block stands alone. `keeps_parents`: `parent_of` can be called.
+    here too, so parents go last; without it each block stands alone.
     `salt_share` is the part of an equal share of the slots that each tenant is sure of (see `favouring`).
     """
 
@@ -55,7 +55,6 @@ class SlotPool(BlockIndex[KeyT]):
         policy: EvictionPolicy,
         on_emptied: Callable[[Sequence[int], Sequence[KeyT], bool], None] | None = None,
         chained: bool = True,
-        keeps_parents: bool = False,
         salt_share: float = 0.0,
     ) -> None:
         from kvbm.manager.slot_table import SlotTable  # needs numpy
@@ -72,11 +71,8 @@ class SlotPool(BlockIndex[KeyT]):
         self._on_emptied = on_emptied
         self.on_committed: Callable[[Sequence[int]], None] | None = None
         self._chained = chained
-        self._parents: list[KeyT | None] | None = [None] * slot_count if keeps_parents else None
         self._free = array("i", range(slot_count - 1, -1, -1))
         self.tails = bytearray(slot_count)  # whether a slot's block is one of a tail; others only read
-        # Slots that get no block any more. They count as being filled.
-        self._withheld: list[int] = []
 
     # ---- questions
 
@@ -89,17 +85,6 @@ class SlotPool(BlockIndex[KeyT]):
     def is_tail(self, slot: int) -> bool:
         """Whether the block in a slot that is not free came as one of a tail (see `reserve_chain`)."""
         return bool(self.tails[slot])
-
-    def parent_of(self, slot: int) -> KeyT | None:
-        """The key of the block before that of a slot that is not free, wherever it is; None for a chain's first."""
-        assert self._parents is not None, "this pool keeps no parents"
-        return self._parents[slot]
-
-    def parent_slot_of(self, slot: int) -> int:
-        """The slot of that block; NO_SLOT for a chain's first, and where it is not resident."""
-        parent = self.parent_of(slot)
-        found = None if parent is None else self.find(parent)
-        return NO_SLOT if found is None else found
 
     def state_of(self, slot: int) -> BlockState:
         """The slot's state."""
@@ -114,15 +99,9 @@ class SlotPool(BlockIndex[KeyT]):
         """The leased slots, as policies take them."""
         return self._table
 
-    def spared(self, now_s: float) -> Container[int]:
-        """The slots that policies take for leased where there is no need of room yet."""
-        favours = self.favouring.favours
-        return self._table if favours is None else favours.spared_from(self._table, now_s)
-
     def slots_in(self, state: BlockState) -> list[int]:
-        """All slots in this state, but those that were taken out of use. Looks at every slot."""
-        withheld = set(self._withheld)
-        return [slot for slot, each in enumerate(self._state) if each == state and slot not in withheld]
+        """All slots in this state. Looks at every slot."""
+        return [slot for slot, each in enumerate(self._state) if each == state]
 
     @property
     def evicted_count(self) -> int:
@@ -152,10 +131,6 @@ class SlotPool(BlockIndex[KeyT]):
         for slot, state in enumerate(self._state):
             if state == BlockState.RESIDENT:
                 yield SlotIndex(slot), self.key_of(slot)
-
-    def resident_but_not_in(self, other: SlotPool[KeyT]) -> list[KeyT]:
-        """The blocks that are resident here and not held by another pool."""
-        return [key for key in self._slots.keys() - other._slots.keys() if self.find(key) is not None]
 
     # ---- moves
 
@@ -192,9 +167,6 @@ class SlotPool(BlockIndex[KeyT]):
         first = len(self._free) - len(keys)
         slots = sorted(self._free[first:])  # in order: a chain shall lie in as few runs as can be
         del self._free[first:]
-        if self._parents is not None:
-            for slot, before in zip(slots, (parent, *keys), strict=False):
-                self._parents[slot] = before
         self._fill(slots, keys, parent_slot, now_s, tail)
         return list(cast(Sequence[SlotIndex], slots))
 
@@ -293,32 +265,6 @@ class SlotPool(BlockIndex[KeyT]):
         self._empty(unused, Transition.EVICT)
         return len(unused), self.slot_count - len(self._free)
 
-    def withhold(self, count: int, now_s: float) -> list[int]:
-        """Take slots out of use, at most `count`: those that hold nothing, else the policy's next victims.
-
-        Fewer, or none, where the others are leased or being filled. `give_back_withheld` undoes it.
-        """
-        if not self._free:
-            self.favouring.nobody_comes()
-            self._make_room(count, (), NO_SLOT, now_s)
-        first = max(0, len(self._free) - count)
-        slots = sorted(self._free[first:])
-        del self._free[first:]
-        self._table.move(slots, Transition.RESERVE)
-        self._withheld += slots
-        return slots
-
-    def give_back_withheld(self) -> None:
-        """The slots that were taken out of use are free again."""
-        slots, self._withheld = self._withheld, []
-        self._table.move(slots, Transition.ABORT)
-        self._free.extend(slots)
-
-    @property
-    def withheld_count(self) -> int:
-        """Slots that were taken out of use."""
-        return len(self._withheld)
-
     # ---- law
 
     def check(self) -> None:
@@ -326,8 +272,7 @@ class SlotPool(BlockIndex[KeyT]):
         states = [self._state.count(state) for state in BlockState]
         assert sum(states) == self.slot_count
         assert states[BlockState.FREE] == len(self._free) == len(set(self._free))
-        held = len(self._slots) + len(self._withheld)
-        assert states[BlockState.FILLING] + states[BlockState.RESIDENT] == held
+        assert states[BlockState.FILLING] + states[BlockState.RESIDENT] == len(self._slots)
         for key, slot in self._slots.items():
             assert self._keys[slot] == key
             assert self._state[slot] != BlockState.FREE

@@ -111,25 +111,6 @@ class RemoteSource:
         return PATIENCE * expected_s + PATIENCE_S
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Queues:
-    """The queues between one host memory and the store."""
-
-    onboarder: Onboarder
-    writer: WriteBehind | None
-
-    @property
-    def in_flight(self) -> int:
-        """Blocks that are being moved."""
-        return self.onboarder.queued_count + (self.writer.in_flight_count if self.writer is not None else 0)
-
-    def completed(self, completion: Completion) -> bool:
-        """Take a completion; False when it is not of here."""
-        if self.onboarder.completed(completion):
-            return True
-        return self.writer is not None and self.writer.completed(completion)
-
-
 @dataclass(slots=True, eq=False)
 class RemoteSide:
     """One remote tier of a space. Owned by the manager's thread."""
@@ -147,29 +128,22 @@ class RemoteSide:
     # Told of blocks that the store did not take or did not give, and why.
     on_refused: Callable[[Sequence[BlockKey], str], None] | None = None
     facts: RemoteFacts = field(init=False)
+    onboarder: Onboarder = field(init=False)
+    """The queue of blocks on their way up."""
+    writer: WriteBehind | None = field(init=False)
+    """The queue of blocks on their way down, None where nothing is written."""
     counted: Counter[str] = field(default_factory=Counter, init=False)
     """What the metrics know of the tier's own counts, which only grow (see `gauges`)."""
-    _queues: _Queues = field(init=False)
     _budget: StoreBudget = field(init=False)
     _job_ids: Iterator[int] = field(default_factory=lambda: count(1), init=False)
     _ended: deque[Completion] = field(default_factory=deque, init=False)
-    _retired: list[_Queues] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         rules = self.rules
         self._budget = StoreBudget(rules.bytes_per_hour, rules.requests_per_hour, self.clock())
-        self._queues = self._make_queues()
+        self.onboarder = self._make_onboarder()
+        self.writer = self._make_writer() if rules.writes else None
         self.facts = RemoteFacts(self.host.arena.layout.block_tokens)
-
-    @property
-    def onboarder(self) -> Onboarder:
-        """The queue of blocks on their way up."""
-        return self._queues.onboarder
-
-    @property
-    def writer(self) -> WriteBehind | None:
-        """The queue of blocks on their way down, None where nothing is written."""
-        return self._queues.writer
 
     @property
     def fault(self) -> str:
@@ -180,7 +154,7 @@ class RemoteSide:
     def queued_count(self) -> int:
         """Blocks on their way between host memory and the store."""
         waiting = self.writer.queued_count if self.writer is not None else 0
-        return self.onboarder.queued_count + waiting + sum(each.in_flight for each in self._retired)
+        return self.onboarder.queued_count + waiting
 
     def holds(self, keys: list[BlockKey]) -> bytes:
         """Which of these blocks the store is believed to have, a byte each; none while it is off."""
@@ -203,15 +177,14 @@ class RemoteSide:
         self._ended += self.tier.poll()
         while self._ended:
             completion = self._ended.popleft()
-            if not self._queues.completed(completion):
-                any(each.completed(completion) for each in self._retired)
+            if not self.onboarder.completed(completion) and self.writer is not None:
+                self.writer.completed(completion)
             if self.clock() >= until_s:
                 break
         return bool(self._ended)
 
     def advance(self) -> bool:
         """Submit queued blocks. Whether it is to be called again."""
-        self._retired = [each for each in self._retired if each.in_flight]
         again = self.onboarder.pump()
         if self.writer is not None:
             again = self.writer.advance() or again
@@ -226,25 +199,6 @@ class RemoteSide:
     def describe(self) -> dict[str, object]:
         """This tier's part of a `Status`."""
         return {**self.tier.describe(), "fault": self.fault, "queued": self.queued_count}
-
-    def replace_host(self, host: HostSide) -> None:
-        """Go over to other host memory. What is under way ends in the memory before; what waits is written out of the
-        new one, where it was carried over."""
-        before = self._queues
-        before.onboarder.give_up()
-        self._retired.append(before)
-        self.host = host
-        self._queues = self._make_queues()
-        if before.writer is not None and self.writer is not None:
-            waiting = before.writer.waiting()
-            before.writer.give_up()
-            for parent, keys in waiting:
-                self.writer.committed(keys, (parent, *keys[:-1]))
-
-    @property
-    def moving_out(self) -> bool:
-        """Reads or writes are still under way in host memory that was replaced."""
-        return any(each.in_flight for each in self._retired)
 
     def close(self, keep: bool) -> None:
         """Write what waits as long as the store takes it, at most for `CLOSE_S_MAX`, and let it go."""
@@ -262,9 +216,9 @@ class RemoteSide:
         self.tier.close()
         self.collect()
 
-    def _make_queues(self) -> _Queues:
+    def _make_onboarder(self) -> Onboarder:
         host = self.host
-        onboarder = Onboarder(
+        return Onboarder(
             host.pool,
             RemoteSource(self.tier, host.arena, self.metrics, self.on_refused),
             host.rising,
@@ -276,9 +230,10 @@ class RemoteSide:
             self._job_ids,
             self.brought_at_once,
         )
-        if not self.rules.writes:
-            return _Queues(onboarder, None)
-        writer = WriteBehind(
+
+    def _make_writer(self) -> WriteBehind:
+        host = self.host
+        return WriteBehind(
             host.pool,
             host.arena,
             host.names,
@@ -292,7 +247,6 @@ class RemoteSide:
             self.rules,
             self.on_refused,
         )
-        return _Queues(onboarder, writer)
 
 
 def report_remote(side: RemoteSide) -> RemoteReport:

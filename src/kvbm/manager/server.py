@@ -11,9 +11,6 @@ report through its descriptor. The loop never waits for a client. For a medium i
   write for each stretch of slots. `Reset` does that for all the blocks that it drops from disk;
 - every few seconds each tier checks that its files are still there;
 - the last engine of an ephemeral namespace goes: reads and writes under way end, and its files are removed.
-
-A resize of host memory begins with a turn that makes the new index, and ends with one that goes over to it: they take
-longer than others, by up to half a millisecond for each thousand slots, and by some where gigabytes are mapped.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from kvbm.admin_protocol import Resize, Snapshot, WhyQuery
+from kvbm.admin_protocol import Snapshot, WhyQuery
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ProtocolError
 from kvbm.manager.administration import Administration
@@ -42,7 +39,6 @@ from kvbm.manager.membership import Membership
 from kvbm.manager.pins import Pins
 from kvbm.manager.prompt_why import PromptQuestions
 from kvbm.manager.requests import Requests
-from kvbm.manager.resizing import Resizing
 from kvbm.manager.scrapes import Scrapes
 from kvbm.manager.session import Session
 from kvbm.manager.snapshots import Snapshots
@@ -105,7 +101,6 @@ class Server:
         self._requests = requests = Requests(
             self.membership, traffic, self._followers, self._history, self.sessions.get, clock
         )
-        self.resizing = Resizing(self.spaces, self._send_away, self._others_busy, clock)
         administration = Administration(
             self.spaces,
             self.membership,
@@ -114,7 +109,6 @@ class Server:
             self.epoch,
             lambda: self.refused_count,
             clock,
-            self.resizing.report,
             publisher,
         )
         self._pins = Pins(self.spaces, clock)
@@ -138,7 +132,6 @@ class Server:
             StatusQuery: self._status,
             Snapshot: self._snapshots.answer,
             WhyQuery: self._why,
-            Resize: self.resizing.resize,
             **administration.handlers,
             **self._pins.handlers,
             **PromptQuestions(self.spaces, self._history).handlers,
@@ -377,15 +370,6 @@ class Server:
 
     def _why(self, session: Session, message: WhyQuery) -> None:
         session.send(self._history.reply(message.request, min(message.limit, WHY_MAX)))
-
-    def _send_away(self, space: Space) -> list[str]:
-        engines = [engine.name for engine in self.membership if engine.space is space]
-        self._requests.dropped(self.membership.send_away(space))
-        return engines
-
-    def _others_busy(self, session: Session) -> bool:
-        admins = (s for s in self.sessions.values() if s.hello is not None and s.hello.role == "admin")
-        return any(other.work is not None for other in admins if other is not session)
 
     def _announce(self, lease: Lease) -> None:
         self._requests.announce(lease)

@@ -50,7 +50,7 @@ class Source(Protocol):
         host_slots: Sequence[int],
         tenant: str | None,
     ) -> Outcome:
-        """Start reading the blocks at the places from `place` on; as `RunTier.submit_load_run`."""
+        """Start reading the blocks at the places from `place` on; as `RunTier.submit_load`."""
 
     def missed(self, place: int, key: BlockKey, corrupt: bool) -> None:
         """The block was not there, or was wrong there."""
@@ -110,7 +110,7 @@ class DiskSource:
     ) -> Outcome:
         """As `Source`."""
         targets = self.arena.slot_views(host_slots[0], len(keys))
-        return self.medium.submit_load_run(job_id, keys, SlotIndex(place), targets)
+        return self.medium.submit_load(job_id, keys, SlotIndex(place), targets)
 
     def missed(self, place: int, key: BlockKey, corrupt: bool) -> None:
         """As `Source`."""

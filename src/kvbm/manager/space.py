@@ -22,7 +22,7 @@ from kvbm.manager.disk_side import DiskSide
 from kvbm.manager.foresight import Decided, Foresight
 from kvbm.manager.hearing import doubted, word_of
 from kvbm.manager.host_side import DEFAULT_OPTIONS, HostSide, SpaceOptions, make_host_side
-from kvbm.manager.leases import PINS, HoldTable, Lease, LeaseState, Owner, Reservation
+from kvbm.manager.leases import HoldTable, Lease, Owner, Reservation
 from kvbm.manager.lookups import LookingUp, Lookups
 from kvbm.manager.names import EngineName
 from kvbm.manager.pool import EXPIRED, SlotPool
@@ -36,10 +36,9 @@ from kvbm.observe import moves_log
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
 from kvbm.protocol import REFUSED
-from kvbm.tiers.contract import SlotTier
+from kvbm.tiers.contract import RunTier
 from kvbm.tiers.host import HostArena
 from kvbm.tiers.remote.contract import RemoteTier
-from kvbm.tiers.runs import with_runs
 
 
 class Space:
@@ -53,7 +52,7 @@ class Space:
         self,
         layout: BlockLayout,
         arena: HostArena,
-        medium: SlotTier | None,
+        medium: RunTier | None,
         admission: AdmissionPolicy,
         metrics: Metrics,
         clock: Clock,
@@ -72,87 +71,50 @@ class Space:
         self.leases: HoldTable[Lease] = HoldTable()
         self.reservations: HoldTable[Reservation] = HoldTable()
         self.departed = Departed(clock, options.staging)
-        self._full = moves_log.FullPool("host", clock)
-        self._tail_groups = frozenset(n for n, g in enumerate(layout.groups) if g.kind is not GroupKind.FULL)
-        self.life = 0
-        """How often host memory was replaced by memory of another size."""
-        self.cleared = 0
-        """How often blocks of host memory were dropped on request."""
-        self._writes_on_eviction = options.write_on_eviction and medium is not None and not options.staging
-        self._has_remotes = len(remotes) > 0
-        host = self.new_host(arena)
+        tail_groups = frozenset(n for n, g in enumerate(layout.groups) if g.kind is not GroupKind.FULL)
+        elsewhere = self._elsewhere if remotes else None
+        host = make_host_side(arena, options, self.departed, elsewhere)
         self._names, self.host_pool, self.facts, self.held = host.names, host.pool, host.facts, host.held
-        self.disk: DiskSide | None = None
-        if medium is not None:
-            self.disk = DiskSide(
-                medium=with_runs(medium),
-                host_pool=self.host_pool,
-                arena=arena,
-                names=self._names,
-                host_facts=host.facts,
-                rising=host.rising,
-                admission=admission,
-                departures=host.departures,
-                eviction=options.eviction,
-                staging=options.staging,
-                in_flight_max=options.in_flight_max,
-                brought_at_once=options.brought_at_once,
-                metrics=metrics,
-                clock=clock,
-                on_progress=on_progress,
-                departed=self.departed,
-                tail_groups=self._tail_groups,
-                keeps_facts=options.keeps_facts,
-                salt_share=options.salt_share,
-            )
+        self.disk = self._make_disk(medium, host, admission, tail_groups) if medium is not None else None
         self.remotes = sides_of(remotes, host, options, metrics, clock, on_progress, self.departed.not_sent)
-        self._below = Below(host, self.disk, self.remotes, options.brought_at_once)
+        self.below = Below(host, self.disk, self.remotes, options.brought_at_once)
         self._usage = Usage(lambda: self.pools, self.below.downward, clock)
         self.heat = PrefixHeat()
         self._retaining = Retaining(layout, self._keeping_pools, clock)
-        self._lookups = self._new_lookups(self.host_pool)
-        self._storing = self._new_storing(host)
+        self.lookups = self._make_lookups()
+        self._storing = self._make_storing(tail_groups)
         brings_up = bool(self.below) and not options.staging
         self.foresight = Foresight(self, layout.groups, brings_up, metrics, clock)
         self.departed.on_left_host = self.foresight.prefetching.left
 
-    @property
-    def below(self) -> Below:
-        """The tiers below host memory."""
-        return self._below
-
-    @property
-    def lookups(self) -> Lookups:
-        """What finds blocks and leases them."""
-        return self._lookups
-
-    def _keeping_pools(self) -> Sequence[SlotPool[BlockKey]]:
-        """The pools of the tiers that keep blocks: host memory that only passes them on is none."""
-        return self.pools[1:] if self.options.staging else self.pools
-
-    def _new_storing(self, host: HostSide) -> Storing:
-        return Storing(
-            layout=self.layout,
-            host_pool=host.pool,
-            names=host.names,
-            disk=self.disk,
-            below=self.below,
-            downward=self.below.downward,
-            reservations=self.reservations,
-            usage=self._usage,
-            deadlines=self._retaining.deadlines,
-            departed=self.departed,
-            full=self._full,
+    def _make_disk(
+        self, medium: RunTier, host: HostSide, admission: AdmissionPolicy, tail_groups: frozenset[int]
+    ) -> DiskSide:
+        return DiskSide(
+            medium=medium,
+            host_pool=self.host_pool,
+            arena=self.arena,
+            names=self._names,
+            host_facts=host.facts,
+            rising=host.rising,
+            admission=admission,
+            eviction=self.options.eviction,
             staging=self.options.staging,
-            tail_groups=self._tail_groups,
+            in_flight_max=self.options.in_flight_max,
+            brought_at_once=self.options.brought_at_once,
             metrics=self._metrics,
             clock=self._clock,
+            on_progress=self.on_progress,
+            departed=self.departed,
+            tail_groups=tail_groups,
+            keeps_facts=self.options.keeps_facts,
+            salt_share=self.options.salt_share,
         )
 
-    def _new_lookups(self, host_pool: SlotPool[BlockKey]) -> Lookups:
+    def _make_lookups(self) -> Lookups:
         return Lookups(
             self.layout,
-            host_pool,
+            self.host_pool,
             self.below,
             self.leases,
             self._usage,
@@ -163,12 +125,28 @@ class Space:
             self._retaining,
         )
 
-    # ---- another size
+    def _make_storing(self, tail_groups: frozenset[int]) -> Storing:
+        return Storing(
+            layout=self.layout,
+            host_pool=self.host_pool,
+            names=self._names,
+            disk=self.disk,
+            below=self.below,
+            downward=self.below.downward,
+            reservations=self.reservations,
+            usage=self._usage,
+            deadlines=self._retaining.deadlines,
+            departed=self.departed,
+            full=moves_log.FullPool("host", self._clock),
+            staging=self.options.staging,
+            tail_groups=tail_groups,
+            metrics=self._metrics,
+            clock=self._clock,
+        )
 
-    def new_host(self, arena: HostArena) -> HostSide:
-        """Index and policy of an empty arena. Raises for an installed policy that cannot be made of its size."""
-        elsewhere = self._elsewhere if self._has_remotes else None
-        return make_host_side(arena, self.options, self._writes_on_eviction, self.departed, elsewhere)
+    def _keeping_pools(self) -> Sequence[SlotPool[BlockKey]]:
+        """The pools of the tiers that keep blocks: host memory that only passes them on is none."""
+        return self.pools[1:] if self.options.staging else self.pools
 
     def _elsewhere(self, key: BlockKey) -> bool:
         return any(self.below.away([key]))
@@ -176,40 +154,6 @@ class Space:
     def engine_name(self, slot: int, key: BlockKey) -> EngineName:
         """The engine's own name of the block in a slot of host memory."""
         return self._names.of(slot, key)
-
-    def replace_host(self, host: HostSide, pins_max: int) -> int:
-        """Go over to other host memory, which holds what was carried over. How many pins ended, of which at most
-        `pins_max` blocks are kept.
-
-        No engine's session of this space is left: leases of engines have ended, and what their ranks still write goes
-        to the memory before, which nobody reads. Pins are carried as far as their blocks were.
-        """
-        pins = self.leases.of(PINS)
-        for lease in list(self.leases):
-            self.release(lease.owner, lease.number)
-        for reservation in list(self.reservations):
-            self.reservations.pop(reservation.owner, reservation.number)
-        lookups, storing = self._new_lookups(host.pool), self._new_storing(host)
-        host.pool.evicted += self.host_pool.evicted
-        host.pool.favouring.take_over(self.host_pool.favouring, self._clock())
-        # All or nothing: what could fail was made before.
-        self.life += 1
-        self.arena, self._names, self.facts, self.held = host.arena, host.names, host.facts, host.held
-        self.host_pool, self._lookups, self._storing = host.pool, lookups, storing
-        self.below.replace_host(host)
-        return sum(not self._pin_again(pin, pins_max) for pin in pins)
-
-    def _pin_again(self, pin: Lease, pins_max: int) -> bool:
-        """Whether the leading blocks of a pin, which has ended, are pinned again."""
-        slots = self.host_pool.find_leading(pin.keys)
-        if not slots or sum(len(other.slots) for other in self.leases.of(PINS)) + len(slots) > pins_max:
-            return False
-        sources, states = pin.sources[: len(slots)], bytearray((LeaseState.PINNED,)) * len(slots)
-        keys = pin.keys[: len(slots)]
-        lease = Lease(pin.owner, pin.number, keys, slots, sources, states, pin.deadline_s, len(slots))
-        self.host_pool.lease_all(slots)
-        self.leases.add(lease)
-        return True
 
     # ---- lookups
 
@@ -226,7 +170,7 @@ class Space:
         self, owner: Owner, number: int, keys: Sequence[BlockKey], skip: int, asker: ClientHint = UNHINTED
     ) -> LookingUp:
         """`lookup` in several turns (see `lookups`)."""
-        return self._lookups.begin(owner, number, keys, skip, asker)
+        return self.lookups.begin(owner, number, keys, skip, asker)
 
     def heard(
         self, asker: ClientHint, keys: Sequence[BlockKey], reached: int, again: bool = False
@@ -249,11 +193,11 @@ class Space:
 
     def counted_sources(self, sources: bytes) -> bytes:
         """The tiers as they are counted: blocks that pass through a staging area are from disk."""
-        return self._lookups.counted_sources(sources)
+        return self.lookups.counted_sources(sources)
 
     def prompt_sources(self, lease: Lease | None) -> bytes:
         """The same of a lease, for each block of the prompt."""
-        return self._lookups.prompt_sources(lease) if lease is not None else b""
+        return self.lookups.prompt_sources(lease) if lease is not None else b""
 
     def release(self, owner: Owner, number: int) -> Lease | None:
         """End a lease. Returns it as it was, or None when it had ended already."""
@@ -268,7 +212,7 @@ class Space:
         return lease
 
     def shorten(self, owner: Owner, number: int, blocks: int) -> None:
-        self._lookups.shorten(owner, number, blocks)
+        self.lookups.shorten(owner, number, blocks)
 
     # ---- stores
 
@@ -344,7 +288,6 @@ class Space:
     def clear(self, tier: str = "") -> tuple[int, int]:
         """Drop every block that is not in use, of one tier or of all. Returns (dropped, in use)."""
         if tier in ("", self.host_pool.tier.name.lower()):
-            self.cleared += 1
             for reservation in self.reservations:
                 reservation.stale = True
         dropped = in_use = 0
@@ -405,8 +348,6 @@ class Space:
         self.foresight.on = False
         for lease in list(self.leases):
             self.release(lease.owner, lease.number)
-        if self.disk is not None and keep:
-            self.disk.offer_all()
         self.pump()
         self.below.close(keep)
         self.arena.close()

@@ -89,8 +89,6 @@ class Storing:
             run = keys[done : min(_end_of(held, done), _end_of(tails, done))]
             if parent is not None and not self._held_anywhere(parent):
                 break  # without its prefix the run could never be found: do not spend slots on it
-            if self.disk is not None and parent is not None:
-                self.disk.keep(parent)
             # Host memory is the way into what is below: the policy decides when room is needed, not on entry.
             insist = self.below.takes
             slots = self.host_pool.reserve_chain(run, parent, now_s, insist, tails[done] > 0, tenant)

@@ -156,17 +156,6 @@ class WriteBehind:
         while self._open:
             self._close(next(iter(self._open.values())))
 
-    def give_up(self) -> None:
-        """Nothing that waits is written; what is being written ends."""
-        self.flush()
-        while self._ready:
-            for key in self._ready.popleft().keys:
-                self._on_the_way.discard(key)
-
-    def waiting(self) -> list[tuple[BlockKey | None, list[BlockKey]]]:
-        """What waits, in its order: the blocks of each pack, and the one before them."""
-        return [(pack.before, pack.keys) for pack in (*self._ready, *self._open.values())]
-
     def completed(self, completion: Completion) -> bool:
         """Take a completion; False when it is not of a write."""
         submitted = self._in_flight.pop(completion.job_id, None)

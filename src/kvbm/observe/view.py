@@ -11,14 +11,12 @@ from kvbm.admin_protocol import (
     EngineReport,
     Moment,
     PrefixReport,
-    ResizeReport,
     Series,
     SnapshotReply,
     SpaceReport,
 )
 from kvbm.observe.metric_table import CACHE_TIERS
 from kvbm.observe.verdict import Finding, Signs, judge
-from kvbm.present.numbers import format_bytes
 
 FLOWS = (("device", "host"), ("host", "device"), ("host", "disk"), ("disk", "host"))
 REMOTE_FLOWS = (("host", "remote"), ("remote", "host"))
@@ -75,7 +73,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     """All that a screen shows. `asked`, `hit` and `lost` count in `unit`: tokens, or blocks where namespaces have
     blocks of different lengths. `saved_s` is the time of prefill that the loads of the window saved, as the engines
     estimate it; `lost_lookups` found nothing of a prefix that had been asked for before. `epoch` is another one in each
-    life of the manager; `resizing` is None unless a resize is under way."""
+    life of the manager."""
 
     version: str
     pid: int
@@ -98,7 +96,6 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     spaces: tuple[SpaceReport, ...]
     engines: tuple[EngineReport, ...]
     prefixes: tuple[PrefixReport, ...]
-    resizing: ResizeReport | None = None
 
 
 class Deltas:
@@ -127,15 +124,6 @@ class Deltas:
     def now(self, name: str, *labels: str, default: float = 0.0) -> float:
         """A gauge's present value."""
         return self._after.get((name, labels), default)
-
-
-def resize_line(report: ResizeReport) -> str:
-    """How far a resize is, for people."""
-    dropped = f", {report.dropped:,} dropped to make room" if report.dropped else ""
-    return (
-        f"host memory is being resized to {format_bytes(report.host_bytes)}: {report.carried:,} of {report.blocks:,} "
-        f"blocks carried over{dropped}, for {report.seconds:.0f} s so far"
-    )
 
 
 def look(state: SnapshotReply, before: Moment | None = None, recent: Moment | None = None) -> View:
@@ -185,7 +173,6 @@ def look(state: SnapshotReply, before: Moment | None = None, recent: Moment | No
         spaces=state.manager.spaces,
         engines=state.manager.engines,
         prefixes=state.prefixes,
-        resizing=state.manager.resizing,
     )
     return msgspec.structs.replace(view, findings=judge(_signs(view, deltas)))
 

@@ -10,8 +10,7 @@ Favours bias and never lock. Who needs room goes through these steps, each only 
 1. what is not favoured;
 2. what a tenant holds beyond its floor, though it is sheltered still (see `shares`);
 3. the newcomer's own tenant's, though that holds no more than its floor;
-4. what is retained, the lowest priority first;
-5. where the room is for no block at all, as a tier becomes smaller, anything.
+4. what is retained, the lowest priority first.
 
 A policy may find a newcomer worth less than every block that could go. Then it gets no slot, and nothing that is
 retained goes in its place: the next step is only taken where there was nothing left to choose from.
@@ -29,15 +28,13 @@ from kvbm.policy.shares import NOBODY, Shares
 RETURNED_AT_ONCE = 4096
 """Slots whose favour has ended and that the inner policy is offered in one go, unless it has nothing else."""
 ALL_RETAINED = -1
-_ANY_PRIORITY = 1 << 30
 
 
 class Favours:
     """A policy of `slot_count` slots around `inner`. `share` is the part of an equal share that a tenant is sure of.
 
     Where the tier is in use already, `filling` has the slots that are being filled, and `used` those that are not free;
-    their blocks are the tenant's of that name, or nobody's for None. `put_back(favoured, now_s)` is called when tenants
-    come under shelter: an inner policy that sets victims aside takes back those that are favoured now.
+    their blocks are the tenant's of that name, or nobody's for None.
     """
 
     def __init__(
@@ -48,7 +45,6 @@ class Favours:
         filling: Iterable[int] = (),
         used: Sequence[int] = (),
         tenant: str | None = None,
-        put_back: Callable[[Callable[[int], bool], float], None] | None = None,
     ) -> None:
         self.inner = inner
         self.shares = Shares(slot_count, share)
@@ -57,8 +53,7 @@ class Favours:
         """Retained blocks that had to go, since whoever counts them cleared it."""
         self.spared = {"retention": 0, "share": 0}
         """Blocks that were passed over, by what favoured them; likewise."""
-        self._put_back = put_back
-        self._newcomer, self._anything = NOBODY, False
+        self._newcomer = NOBODY
         self._filling = set(filling)
         # What the inner policy was refused: for its tenant's sake, and as it is retained.
         self._refused_for: dict[int, dict[int, None]] = {}
@@ -74,17 +69,13 @@ class Favours:
 
     def asked_by(self, tenant: str | None, now_s: float) -> None:
         """What is requested next is the tenant's; None: of nobody that is known."""
-        self._newcomer, self._anything = self.shares.number(tenant), False
+        self._newcomer = self.shares.number(tenant)
         self.shares.asks(self._newcomer, now_s)
 
     def stored_for(self, tenant: str | None, parent: int) -> None:
         """What comes in next is the tenant's. Where that is not said, it is whose the block in slot `parent` is."""
         number = self.shares.label[parent] if parent >= 0 and not tenant else NOBODY
-        self._newcomer, self._anything = number or self.shares.number(tenant), False
-
-    def nobody_comes(self) -> None:
-        """Room is made next for no block at all: anything may go for that in the end."""
-        self._newcomer, self._anything = NOBODY, True
+        self._newcomer = number or self.shares.number(tenant)
 
     def tenant_of(self, slot: int) -> str | None:
         """Whose block is in this slot; None where nobody knows."""
@@ -101,11 +92,6 @@ class Favours:
         )
         self._no_longer_retained(freed)
         return kept
-
-    def spared_from(self, leased: Container[int], now_s: float) -> Container[int]:
-        """The slots that are not to be chosen ahead of need: `leased`, or favoured."""
-        self._settle(leased, now_s)
-        return _Kept(self, leased)
 
     def check(self, used: int) -> None:
         """Assert that the `used` slots each count for one tenant, and that what is noted of slots is of used ones."""
@@ -203,8 +189,6 @@ class Favours:
             for slot in slots:
                 del self._refused_retained[slot]
             yield _Kept(self, leased, priority, exact=True, exempt=own), slots
-        if self._anything and shares.sheltered:
-            yield _Kept(self, leased, _ANY_PRIORITY, shelters=False), self._take_refused([*self._refused_for])
 
     # ---- what the inner policy was refused
 
@@ -228,10 +212,6 @@ class Favours:
         if shares.left:
             self._returning.update(dict.fromkeys(self._take_refused(shares.left)))
             shares.left.clear()
-        if shares.entered:
-            shares.entered.clear()
-            if self._put_back is not None:
-                self._put_back(lambda slot: shares.label[slot] in shares.sheltered, now_s)
         if self._returning:
             self._return_some(leased, RETURNED_AT_ONCE)
 
@@ -296,7 +276,7 @@ class _Kept:
     about and may choose.
 
     `priority`: what is retained with that or less may go. `exact`: tenants are kept at their floors, not above.
-    `exempt`: what this tenant holds may go. `shelters`: otherwise what any tenant holds.
+    `exempt`: what this tenant holds may go.
     """
 
     def __init__(
@@ -306,13 +286,11 @@ class _Kept:
         priority: int = ALL_RETAINED,
         exact: bool = False,
         exempt: int = NOBODY,
-        shelters: bool = True,
     ) -> None:
         self._favours, self._leased = favours, leased
         self._here, self._shares = favours.retained.here, favours.shares
         self._priority, self._exact, self._exempt = priority, exact, exempt
-        self._sheltered = self._shares.sheltered if shelters else frozenset[int]()
-        self._shelters = shelters
+        self._sheltered = self._shares.sheltered
         self.allowed: set[int] = set()
 
     def __contains__(self, slot: object) -> bool:
@@ -347,6 +325,6 @@ class _Kept:
     def at_once(self) -> int:
         """So many victims can be taken of one answer with nobody falling below its floor."""
         shares = self._shares
-        if not self._shelters or not shares.floor:
+        if not shares.floor:
             return 1 << 30
         return shares.spare(self._exempt) if self._exact else shares.margin

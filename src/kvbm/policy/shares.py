@@ -38,8 +38,7 @@ class Shares:
         self.margin = 1
         """From a tenant that is not sheltered so many blocks can go before it holds less than its floor."""
         self.left: set[int] = set()
-        """Tenants whose shelter has ended, and those whose shelter has begun: whoever looks at them clears them."""
-        self.entered: set[int] = set()
+        """Tenants whose shelter has ended: whoever looks at them clears them."""
         self._numbers: dict[str, int] = {}
         self._names: list[str | None] = [None, None]
         # When each asked last, the oldest first.
@@ -160,9 +159,7 @@ class Shares:
         now = self.floor > 0 and self.held[number] < below and number in self._asked_s
         if now and not was:
             self.sheltered.add(number)
-            self.entered.add(number)
             self.left.discard(number)
         elif was and not now:
             self.sheltered.discard(number)
             self.left.add(number)
-            self.entered.discard(number)

@@ -167,21 +167,13 @@ def _disk_is_smaller(settings: Settings) -> bool:
 
 
 def _staging_notices(settings: Settings) -> list[str]:
-    unread = {
-        "disk_admission": settings.disk_admission not in (None, "all"),
-        "disk_write": settings.disk_write != "through",
-    }
-    return [
-        (
-            "a disk tier without a host tier: blocks pass through a staging area of"
-            f" {format_bytes(settings.staging_bytes)} of host memory"
-        ),
-        *(
-            f"{variable(field)} has no effect: without a host tier every block is written at once"
-            for field, asked in unread.items()
-            if asked
-        ),
-    ]
+    size = format_bytes(settings.staging_bytes)
+    lines = [f"a disk tier without a host tier: blocks pass through a staging area of {size} of host memory"]
+    if settings.disk_admission not in (None, "all"):
+        lines.append(
+            f"{variable('disk_admission')} has no effect: without a host tier every block is written at once"
+        )
+    return lines
 
 
 def _transfer_line(settings: Settings) -> str:

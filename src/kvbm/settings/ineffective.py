@@ -56,7 +56,6 @@ class RemovedSetting(msgspec.Struct, frozen=True):
 
 
 REMOVED: tuple[RemovedSetting, ...] = (
-<<<<<<< HEAD
     RemovedSetting("DYN_KVBM_DISK_IO_THREADS", "disk_io_threads", "eight threads read and write a disk tier"),
     RemovedSetting(
         "DYN_KVBM_ADMIN_TOKEN_FILE",
@@ -64,11 +63,16 @@ REMOVED: tuple[RemovedSetting, ...] = (
         "write the token to admin.token in the runtime directory",
     ),
     RemovedSetting("DYN_KVBM_FLEET_SHARE", "fleet_share", "readers hold at most a twentieth of host memory"),
-=======
     RemovedSetting(
         "DYN_KVBM_REMOTE_CODEC", "remote_codec", "what is written to the remote store is not compressed"
     ),
->>>>>>> rows-e
+    RemovedSetting(
+        "DYN_KVBM_DISK_WRITE",
+        "disk_write",
+        "a block is offered to disk once host memory has it; DYN_KVBM_DISK_ADMISSION and DYN_KVBM_DISK_WRITE_BUDGET "
+        "bound what is written",
+    ),
+    RemovedSetting("DYN_KVBM_OFFLOAD_MODE", "offload_mode", "a block is stored after the step that fills it"),
 )
 """Accepted and ignored, with a warning that names the substitute."""
 

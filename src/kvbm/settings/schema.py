@@ -115,13 +115,6 @@ class Settings(RemoteSettings, frozen=True, kw_only=True):
         "limit for the bytes written to disk in 24 hours, over all namespaces, a 24th of it at once; 0 is no "
         "limit",
     ] = 0
-    disk_write: Annotated[
-        Literal["through", "eviction"],
-        Setting("DYN_KVBM_DISK_WRITE", "--disk-write", metavar="WHEN", ours=True, needs="disk"),
-        "when a block is offered to disk: once host memory has it and on each hit (through), or only when host "
-        "memory is about to evict it (eviction: fewer writes, but a manager that is killed loses the blocks it "
-        "had not written)",
-    ] = "through"
     eviction: Annotated[
         str,
         Setting("DYN_KVBM_EVICTION", "--eviction", metavar="POLICY", ours=True),
@@ -147,12 +140,6 @@ class Settings(RemoteSettings, frozen=True, kw_only=True):
         "Model Runner V1 without asynchronous scheduling); auto is layerwise where that costs no graphs and a "
         "failed load is computed again, as on a CPU, and async elsewhere",
     ] = "auto"
-    offload_mode: Annotated[
-        Literal["eager", "lazy"],
-        Setting("DYN_KVBM_OFFLOAD_MODE", ours=True, reader="engine"),
-        "when a block is stored: as soon as it is full (eager), or only when the engine is about to reuse its "
-        "device memory (lazy: fewer copies, but an engine that is killed loses the blocks it had not stored)",
-    ] = "eager"
     cuda_copy: Annotated[
         Literal["auto", "batch", "rows", "kernel"],
         Setting("DYN_KVBM_CUDA_COPY", ours=True, reader="engine"),

@@ -101,8 +101,7 @@ class CheckedAdmission:
 def traffic(checked: CheckedAdmission, seed: int, requests: int) -> Iterator[bool]:
     """The answers to a manager's calls over some time: most blocks come again, some do not; some writes fail.
 
-    A block on disk is hit. So is, now and then, one that the policy has never seen: disk outlives a manager, and
-    a block that is written on eviction brings the blocks before it along.
+    A block on disk is hit. So is, now and then, one that the policy has never seen: disk outlives a manager.
     """
     rng = random.Random(seed)
     below: set[int] = set()

@@ -23,8 +23,8 @@ import pytest
 
 from kvbm.block import GROUP_MAX, BlockKey, Outcome
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.testing.tier_contract import LAYOUT, NAMESPACE, OTHER_NAMESPACE, make_key
-from kvbm.tiers.contract import BlockHead, Completion
+from kvbm.testing.stored_runs import LAYOUT, NAMESPACE, OTHER_NAMESPACE, make_key
+from kvbm.tiers.contract import BlockEnd, BlockHead, Completion
 from kvbm.tiers.remote.contract import NOWHERE, Buffers, RemoteTier
 
 DEADLINE_S = 30.0
@@ -140,9 +140,9 @@ def load(
     targets = RemoteBuffers(layout, len(keys))
     outcome = tier.submit_load(job_id, keys, place, targets.views, tenant)
     if outcome is not Outcome.PENDING:
-        return Completion(job_id=job_id, outcome=outcome)
+        return Completion.of(job_id, [BlockEnd(outcome)] * len(keys), layout.block_bytes)
     completion = collect(tier, 1)[job_id]
-    assert len(completion.ends) == len(keys)
+    assert len(completion.blocks) == len(keys)
     for number, (key, end) in enumerate(zip(keys, completion.blocks, strict=True)):
         assert end.outcome is not Outcome.HIT or targets.holds(number, key), "a HIT brought wrong bytes"
     return completion

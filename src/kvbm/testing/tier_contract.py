@@ -11,99 +11,41 @@ with deadlines and never sleep.
 from __future__ import annotations
 
 import abc
-import hashlib
-import mmap
 import os
-import select
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvbm.block import GROUP_MAX, BlockKey, Outcome, SlotIndex
+from kvbm.block import GROUP_MAX, Outcome, SlotIndex
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.tiers.contract import Completion, RecoveredBlock, SlotTier
+from kvbm.testing.stored_runs import (
+    DEADLINE_S,
+    LAYOUT,
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    RunMemory,
+    by_slot,
+    collect,
+    heads,
+    load,
+    load_run,
+    make_key,
+    outcomes,
+    store,
+    store_run,
+    wait_readable,
+)
+from kvbm.tiers.contract import BlockEnd, BlockHead, RunTier
 
-DEADLINE_S = 30.0
 PENDING_LIMIT = 8
 SLOT_COUNT = 12
-LAYOUT = BlockLayout(block_tokens=16, shard_bytes=9000, shard_count=2)
+RUN_LENGTH = 5
 _NAMES = ((b"", 0), (bytes(range(32)), 0), (b"", 3), (b"\xff" * 32, GROUP_MAX))
 """Engine's hash and group of a few blocks."""
 
-NAMESPACE = Namespace(model="contract/model", fields=(("weights", "0123"), ("dtype", "bfloat16")))
-OTHER_NAMESPACE = Namespace(model="contract/model", fields=(("weights", "4567"), ("dtype", "bfloat16")))
-
-
-def make_key(number: int) -> BlockKey:
-    """The key of test block `number`."""
-    return BlockKey(hashlib.sha256(b"test block %d" % number).digest())
-
-
-class BlockBuffers:
-    """Page-aligned memory for one block, one view per shard."""
-
-    def __init__(self, layout: BlockLayout) -> None:
-        self._memory = memoryview(mmap.mmap(-1, layout.block_bytes))
-        size = layout.slot_bytes
-        self.views = [self._memory[i * size : (i + 1) * size] for i in range(layout.shard_count)]
-
-    @classmethod
-    def of(cls, key: BlockKey, layout: BlockLayout) -> BlockBuffers:
-        """Filled with the bytes that belong to the key in all tests: a stream that no other key has."""
-        buffers = cls(layout)
-        buffers._memory[:] = hashlib.shake_128(key).digest(layout.block_bytes)
-        return buffers
-
-    def hold(self, key: BlockKey) -> bool:
-        """True when every byte is the key's."""
-        return self._memory == hashlib.shake_128(key).digest(len(self._memory))
-
-
-def wait_readable(tier: SlotTier, deadline_s: float = DEADLINE_S) -> bool:
-    """Wait for the tier's descriptor."""
-    return bool(select.select([tier.fileno()], [], [], deadline_s)[0])
-
-
-def collect(tier: SlotTier, count: int, deadline_s: float = DEADLINE_S) -> dict[int, Completion]:
-    """Poll until `count` completions came; fails when one comes twice or the deadline passes."""
-    found: dict[int, Completion] = {}
-    end_s = time.monotonic() + deadline_s
-    while len(found) < count:
-        assert wait_readable(tier, end_s - time.monotonic()), f"{len(found)} of {count} completions came"
-        for completion in tier.poll():
-            assert completion.job_id not in found, "completed twice"
-            found[completion.job_id] = completion
-    return found
-
-
-def store(
-    tier: SlotTier,
-    layout: BlockLayout,
-    key: BlockKey,
-    slot: int,
-    parent: BlockKey | None = None,
-    engine_hash: bytes = b"",
-    group: int = 0,
-) -> Completion:
-    """Store the key's own bytes and wait."""
-    views = BlockBuffers.of(key, layout).views
-    accepted = tier.submit_store(slot, key, parent, SlotIndex(slot), views, engine_hash, group)
-    assert accepted is Outcome.PENDING
-    return collect(tier, 1)[slot]
-
-
-def load(tier: SlotTier, layout: BlockLayout, key: BlockKey, slot: int) -> Completion:
-    """Load, wait, and fail when a HIT has brought any other bytes than the key's own."""
-    buffers = BlockBuffers(layout)
-    outcome = tier.submit_load(slot, key, SlotIndex(slot), buffers.views)
-    if outcome is not Outcome.PENDING:
-        return Completion(job_id=slot, outcome=outcome)
-    completion = collect(tier, 1)[slot]
-    if completion.outcome is Outcome.HIT:
-        assert buffers.hold(key), "a HIT brought wrong bytes"
-    return completion
+BLOCK = (BlockHead(make_key(1), None),)
+"""A run of one block."""
 
 
 class TierContract(abc.ABC):
@@ -115,28 +57,28 @@ class TierContract(abc.ABC):
     @abc.abstractmethod
     def make_tier(
         self, tmp_path: Path, slot_count: int, layout: BlockLayout, namespace: Namespace, pending_limit: int
-    ) -> SlotTier:
+    ) -> RunTier:
         """A new tier with exactly `slot_count` slots whose data, if it has any on disk, lives under `tmp_path`.
 
         Called again with the same path after a `close(keep=True)`, it is what comes after a restart.
         """
 
-    def make(self, tmp_path: Path, namespace: Namespace = NAMESPACE) -> SlotTier:
+    def make(self, tmp_path: Path, namespace: Namespace = NAMESPACE) -> RunTier:
         return self.make_tier(tmp_path, self.slot_count, self.layout, namespace, PENDING_LIMIT)
 
     @pytest.fixture
-    def tier(self, tmp_path: Path) -> Iterator[SlotTier]:
+    def tier(self, tmp_path: Path) -> Iterator[RunTier]:
         tier = self.make(tmp_path)
         yield tier
         tier.close(keep=False)
 
-    def test_says_what_it_is(self, tier: SlotTier) -> None:
+    def test_says_what_it_is(self, tier: RunTier) -> None:
         assert tier.name
         assert tier.slot_count == self.slot_count
         assert 0 < tier.pending_limit <= PENDING_LIMIT
         assert tier.fault == ""
 
-    def test_a_stored_block_comes_back_bit_for_bit(self, tier: SlotTier) -> None:
+    def test_a_stored_block_comes_back_bit_for_bit(self, tier: RunTier) -> None:
         stored = store(tier, self.layout, make_key(1), 3)
         assert stored.outcome is Outcome.HIT
         assert stored.bytes_moved == self.layout.block_bytes
@@ -146,110 +88,109 @@ class TierContract(abc.ABC):
         assert loaded.seconds >= 0.0
         assert not loaded.error
 
-    def test_every_slot_keeps_its_own_block(self, tier: SlotTier) -> None:
+    def test_every_slot_keeps_its_own_block(self, tier: RunTier) -> None:
         for slot in range(self.slot_count):
             assert store(tier, self.layout, make_key(slot), slot).outcome is Outcome.HIT
         for slot in reversed(range(self.slot_count)):
             assert load(tier, self.layout, make_key(slot), slot).outcome is Outcome.HIT
 
-    def test_what_the_engine_calls_a_block_comes_back_with_it(self, tier: SlotTier) -> None:
+    def test_what_the_engine_calls_a_block_comes_back_with_it(self, tier: RunTier) -> None:
         for slot, (engine_hash, group) in enumerate(_NAMES):
             store(tier, self.layout, make_key(slot), slot, None, engine_hash, group)
         for slot, name in enumerate(_NAMES):
             loaded = load(tier, self.layout, make_key(slot), slot)
-            assert (loaded.outcome, loaded.engine_hash, loaded.group) == (Outcome.HIT, *name)
+            assert list(loaded.blocks) == [BlockEnd(Outcome.HIT, False, *name)]
 
-    def test_an_empty_slot_is_a_miss(self, tier: SlotTier) -> None:
+    def test_an_empty_slot_is_a_miss(self, tier: RunTier) -> None:
         missed = load(tier, self.layout, make_key(1), 0)
         assert missed.outcome is Outcome.MISS
         assert not missed.corrupt
 
-    def test_another_key_is_a_miss_and_no_corruption(self, tier: SlotTier) -> None:
+    def test_another_key_is_a_miss_and_no_corruption(self, tier: RunTier) -> None:
         store(tier, self.layout, make_key(1), 0)
         missed = load(tier, self.layout, make_key(2), 0)
         assert missed.outcome is Outcome.MISS
         assert not missed.corrupt
         assert load(tier, self.layout, make_key(1), 0).outcome is Outcome.HIT
 
-    def test_overwriting_replaces_the_block(self, tier: SlotTier) -> None:
+    def test_overwriting_replaces_the_block(self, tier: RunTier) -> None:
         for number in (1, 2, 3):
             tier.forget(SlotIndex(5))
             store(tier, self.layout, make_key(number), 5)
             assert load(tier, self.layout, make_key(number), 5).outcome is Outcome.HIT
             assert load(tier, self.layout, make_key(number - 1), 5).outcome is Outcome.MISS
 
-    def test_overwriting_without_forgetting_replaces_it_too(self, tier: SlotTier) -> None:
+    def test_overwriting_without_forgetting_replaces_it_too(self, tier: RunTier) -> None:
         store(tier, self.layout, make_key(1), 5)
         store(tier, self.layout, make_key(2), 5)
         assert load(tier, self.layout, make_key(1), 5).outcome is Outcome.MISS
         assert load(tier, self.layout, make_key(2), 5).outcome is Outcome.HIT
 
-    def test_a_forgotten_block_is_a_miss(self, tier: SlotTier) -> None:
+    def test_a_forgotten_block_is_a_miss(self, tier: RunTier) -> None:
         store(tier, self.layout, make_key(1), 2)
         tier.forget(SlotIndex(2))
         assert load(tier, self.layout, make_key(1), 2).outcome is Outcome.MISS
         tier.forget(SlotIndex(2))  # forgetting nothing is no error
         assert tier.fault == ""
 
-    def test_many_at_once_complete_exactly_once(self, tier: SlotTier) -> None:
+    def test_many_at_once_complete_exactly_once(self, tier: RunTier) -> None:
         store(tier, self.layout, make_key(0), 0)
-        targets = [BlockBuffers(self.layout) for _ in range(tier.pending_limit)]
+        targets = [RunMemory(self.layout) for _ in range(tier.pending_limit)]
         accepted = [
             job
             for job, target in enumerate(targets)
-            if tier.submit_load(job, make_key(0), SlotIndex(0), target.views) is Outcome.PENDING
+            if tier.submit_load(job, [make_key(0)], SlotIndex(0), target.views) is Outcome.PENDING
         ]
         assert accepted
         found = collect(tier, len(accepted))
         assert sorted(found) == accepted
         for job in accepted:
             assert found[job].outcome is Outcome.HIT
-            assert targets[job].hold(make_key(0))
+            assert targets[job].holds(make_key(0))
         assert tier.poll() == []
 
-    def test_beyond_the_limit_it_refuses_and_does_nothing(self, tier: SlotTier) -> None:
+    def test_beyond_the_limit_it_refuses_and_does_nothing(self, tier: RunTier) -> None:
         """Without a poll in between nothing makes room: completions that nobody took are bounded too."""
-        sources = BlockBuffers.of(make_key(1), self.layout)
-        outcomes = [
-            tier.submit_store(slot, make_key(1), None, SlotIndex(slot), sources.views)
-            for slot in range(self.slot_count)
+        sources = RunMemory.of([make_key(1)], self.layout)
+        answers = [
+            tier.submit_store(slot, BLOCK, SlotIndex(slot), sources.views) for slot in range(self.slot_count)
         ]
-        accepted = outcomes.count(Outcome.PENDING)
+        accepted = answers.count(Outcome.PENDING)
         assert 0 < accepted <= tier.pending_limit < self.slot_count
-        assert outcomes == [Outcome.PENDING] * accepted + [Outcome.THROTTLED] * (self.slot_count - accepted)
+        assert answers == [Outcome.PENDING] * accepted + [Outcome.THROTTLED] * (self.slot_count - accepted)
         assert sorted(collect(tier, accepted)) == list(range(accepted))
         for slot in range(self.slot_count):
             expected = Outcome.HIT if slot < accepted else Outcome.MISS
             assert load(tier, self.layout, make_key(1), slot).outcome is expected
 
-    def test_the_descriptor_is_readable_when_there_is_something(self, tier: SlotTier) -> None:
+    def test_the_descriptor_is_readable_when_there_is_something(self, tier: RunTier) -> None:
         assert not wait_readable(tier, 0.0)
         assert tier.poll() == []
-        sources = BlockBuffers.of(make_key(1), self.layout)
-        assert tier.submit_store(7, make_key(1), None, SlotIndex(0), sources.views) is Outcome.PENDING
+        sources = RunMemory.of([make_key(1)], self.layout)
+        assert tier.submit_store(7, BLOCK, SlotIndex(0), sources.views) is Outcome.PENDING
         assert tier.drain(DEADLINE_S)
         assert wait_readable(tier, 0.0)
         assert [completion.job_id for completion in tier.poll()] == [7]
         assert not wait_readable(tier, 0.0)
 
-    def test_drain_with_nothing_pending_is_done_at_once(self, tier: SlotTier) -> None:
+    def test_drain_with_nothing_pending_is_done_at_once(self, tier: RunTier) -> None:
         assert tier.drain(0.0)
 
-    def test_healing_what_is_well_changes_nothing(self, tier: SlotTier) -> None:
+    def test_healing_what_is_well_changes_nothing(self, tier: RunTier) -> None:
         store(tier, self.layout, make_key(1), 0)
         assert tier.heal()
         assert load(tier, self.layout, make_key(1), 0).outcome is Outcome.HIT
 
-    def test_a_new_tier_recovers_nothing(self, tier: SlotTier) -> None:
+    def test_a_new_tier_recovers_nothing(self, tier: RunTier) -> None:
         assert list(tier.recovered()) == []
 
     def test_closing_completes_what_is_pending(self, tmp_path: Path) -> None:
         tier = self.make(tmp_path)
-        sources = BlockBuffers.of(make_key(1), self.layout)
+        sources = RunMemory.of([make_key(1)], self.layout)
         accepted = [
             job
             for job in range(tier.pending_limit)
-            if tier.submit_store(job, make_key(1), None, SlotIndex(job), sources.views) is Outcome.PENDING
+            if tier.submit_store(job, BLOCK, SlotIndex(job), sources.views) is Outcome.PENDING
         ]
         tier.close(keep=False)
         assert sorted(completion.job_id for completion in tier.poll()) == accepted
@@ -258,17 +199,106 @@ class TierContract(abc.ABC):
     def test_a_closed_tier_takes_nothing(self, tmp_path: Path) -> None:
         tier = self.make(tmp_path)
         tier.close(keep=False)
-        buffers = BlockBuffers(self.layout)
-        assert tier.submit_load(0, make_key(1), SlotIndex(0), buffers.views) is Outcome.RETRY
-        assert tier.submit_store(1, make_key(1), None, SlotIndex(0), buffers.views) is Outcome.RETRY
+        buffers = RunMemory(self.layout)
+        assert tier.submit_load(0, [make_key(1)], SlotIndex(0), buffers.views) is Outcome.RETRY
+        assert tier.submit_store(1, BLOCK, SlotIndex(0), buffers.views) is Outcome.RETRY
         tier.close(keep=False)  # closing twice is no error
         assert tier.poll() == []
+
+    # ---- runs
+
+    @staticmethod
+    def run_length(tier: RunTier) -> int:
+        return min(RUN_LENGTH, tier.run_blocks_max)
+
+    def test_says_how_long_a_run_may_be_and_how_many_there_may_be(self, tier: RunTier) -> None:
+        assert tier.run_blocks_max >= 1
+        assert 0 < tier.store_room <= tier.pending_limit
+        assert 0 < tier.load_room <= tier.pending_limit
+
+    def test_a_stored_run_comes_back_bit_for_bit(self, tier: RunTier) -> None:
+        numbers = range(1, 1 + self.run_length(tier))
+        size = len(numbers) * self.layout.block_bytes
+        stored = store_run(tier, self.layout, numbers, 2)
+        assert (stored.outcome, stored.bytes_moved) == (Outcome.HIT, size)
+        assert stored.blocks and set(outcomes(stored)) == {Outcome.HIT}
+        loaded = load_run(tier, self.layout, numbers, 2)
+        assert (loaded.outcome, loaded.bytes_moved, loaded.error) == (Outcome.HIT, size, "")
+        assert list(loaded.blocks) == [
+            BlockEnd(Outcome.HIT, False, head.engine_hash, head.group) for head in heads(numbers)
+        ]
+
+    def test_blocks_and_runs_are_the_same_blocks(self, tier: RunTier) -> None:
+        numbers = range(1, 1 + self.run_length(tier))
+        store_run(tier, self.layout, numbers, 3)
+        for place, number in enumerate(numbers):
+            assert load(tier, self.layout, make_key(number), 3 + place).outcome is Outcome.HIT
+        for place, number in enumerate(numbers):
+            store(tier, self.layout, make_key(10 + number), 3 + place)
+        assert set(outcomes(load_run(tier, self.layout, numbers, 3))) == {Outcome.MISS}
+        others = [10 + number for number in numbers]
+        assert set(outcomes(load_run(tier, self.layout, others, 3))) == {Outcome.HIT}
+
+    def test_each_block_of_a_run_ends_for_itself(self, tier: RunTier) -> None:
+        numbers = list(range(1, 1 + self.run_length(tier)))
+        store_run(tier, self.layout, numbers, 0)
+        for place in range(len(numbers)):
+            wanted = [*numbers]
+            wanted[place] = 99
+            loaded = load_run(tier, self.layout, wanted, 0)
+            expected = [Outcome.HIT] * len(numbers)
+            expected[place] = Outcome.MISS
+            assert outcomes(loaded) == expected
+            assert (loaded.outcome, loaded.corrupt) == (Outcome.MISS, False)
+            assert loaded.bytes_moved == (len(numbers) - 1) * self.layout.block_bytes
+        for place in range(len(numbers)):
+            tier.forget(SlotIndex(place))
+            expected = [Outcome.MISS] * (place + 1) + [Outcome.HIT] * (len(numbers) - place - 1)
+            assert outcomes(load_run(tier, self.layout, numbers, 0)) == expected
+        assert tier.fault == ""
+
+    def test_a_forgotten_run_is_a_miss_and_its_neighbours_stay(self, tier: RunTier) -> None:
+        for slot in range(self.slot_count):
+            store(tier, self.layout, make_key(slot), slot)
+        tier.forget(SlotIndex(2), 4)
+        tier.forget(SlotIndex(2), 1)  # forgetting nothing is no error
+        for slot in range(self.slot_count):
+            expected = Outcome.MISS if 2 <= slot < 6 else Outcome.HIT
+            assert load(tier, self.layout, make_key(slot), slot).outcome is expected
+
+    def test_it_takes_what_it_has_room_for(self, tier: RunTier) -> None:
+        """Room is an upper bound: where there is none, a run is refused, and then there is none."""
+        block = heads([1])
+        memory = RunMemory.of([block[0].key], self.layout)
+        accepted = 0
+        while (room := tier.store_room) and accepted <= PENDING_LIMIT:
+            if tier.submit_store(accepted, block, SlotIndex(accepted), memory.views) is not Outcome.PENDING:
+                break
+            accepted += 1
+            assert tier.store_room < room
+        assert 0 < accepted <= tier.pending_limit
+        assert tier.submit_store(99, block, SlotIndex(0), memory.views) is Outcome.THROTTLED
+        collect(tier, accepted)
+        assert tier.load_room > 0 and tier.store_room > 0
+
+    def test_closing_completes_pending_runs(self, tmp_path: Path) -> None:
+        tier = self.make(tmp_path)
+        blocks = heads(range(self.run_length(tier)))
+        memory = RunMemory.of([block.key for block in blocks], self.layout)
+        assert tier.submit_store(7, blocks, SlotIndex(0), memory.views) is Outcome.PENDING
+        tier.close(keep=False)
+        (completion,) = tier.poll()
+        assert (completion.job_id, len(completion.blocks)) == (7, len(blocks))
+        assert tier.poll() == []
+        keys = [block.key for block in blocks]
+        assert tier.submit_load(8, keys, SlotIndex(0), memory.views) is Outcome.RETRY
+        assert tier.submit_store(9, blocks, SlotIndex(0), memory.views) is Outcome.RETRY
 
 
 class PersistentTierContract(TierContract):
     """The further duties of a tier that finds its blocks again after a restart."""
 
-    def reopen(self, tier: SlotTier, tmp_path: Path) -> SlotTier:
+    def reopen(self, tier: RunTier, tmp_path: Path) -> RunTier:
         """An orderly restart."""
         tier.close(keep=True)
         return self.make(tmp_path)
@@ -299,7 +329,7 @@ class PersistentTierContract(TierContract):
         for slot, name in enumerate(_NAMES):
             assert (found[slot].engine_hash, found[slot].group) == name
             loaded = load(tier, self.layout, make_key(slot), slot)
-            assert (loaded.outcome, loaded.engine_hash, loaded.group) == (Outcome.HIT, *name)
+            assert list(loaded.blocks) == [BlockEnd(Outcome.HIT, False, *name)]
         tier.close(keep=False)
 
     def test_sequences_go_on_after_a_restart(self, tmp_path: Path) -> None:
@@ -356,10 +386,19 @@ class PersistentTierContract(TierContract):
         assert list(tier.recovered()) == []
         tier.close(keep=False)
 
-
-def by_slot(blocks: Iterable[RecoveredBlock]) -> dict[int, RecoveredBlock]:
-    """The recovered blocks by slot; fails when a slot or a key comes twice."""
-    found = list(blocks)
-    slots = {int(block.slot): block for block in found}
-    assert len(slots) == len(found) == len({block.key for block in found})
-    return slots
+    def test_runs_survive_a_restart(self, tmp_path: Path) -> None:
+        tier = self.make(tmp_path)
+        length = self.run_length(tier)
+        store_run(tier, self.layout, range(length), 1)
+        store(tier, self.layout, make_key(50), 0)
+        tier.close(keep=True)
+        tier = self.make(tmp_path)
+        found = by_slot(tier.recovered())
+        assert sorted(found) == list(range(length + 1))
+        for slot, head in enumerate(heads(range(length)), 1):
+            block = found[slot]
+            assert BlockHead(block.key, block.parent, block.engine_hash, block.group) == head
+        sequences = [found[slot].sequence for slot in (*range(1, length + 1), 0)]
+        assert sequences == sorted(set(sequences)), "later blocks have higher sequences"
+        assert set(outcomes(load_run(tier, self.layout, range(length), 1))) == {Outcome.HIT}
+        tier.close(keep=False)

@@ -5,8 +5,8 @@ again after a restart, and decides nothing else. Every method is called by the m
 none of them may block on the medium: work is submitted, and its completion is collected by `poll`. With each block a
 tier keeps the engine's own hash and the group, which mean nothing to it, and hands them back.
 
-`SlotTier` moves single blocks. A `RunTier` also moves *runs*, blocks in consecutive slots, each run as one submission
-with one completion; `runs.with_runs` makes one of any `SlotTier`.
+A tier moves *runs*: blocks in consecutive slots, each run as one submission with one completion. A run may be one block
+long, and a tier that moves single blocks takes no longer ones.
 
 Guarantees that every tier gives, checked by `kvbm.testing.tier_contract`:
 
@@ -33,7 +33,7 @@ arrived only when the last one has."""
 
 
 class BlockHead(NamedTuple):
-    """What a tier keeps of a block beside its bytes: see `SlotTier.submit_store`."""
+    """What a tier keeps of a block beside its bytes: see `RunTier.submit_store`."""
 
     key: BlockKey
     parent: BlockKey | None
@@ -44,8 +44,11 @@ class BlockHead(NamedTuple):
 
 
 class BlockEnd(NamedTuple):
-    """How one block of a run ended: as the fields of the same names in `Completion`, and of a block that was loaded its
-    `BlockHead.facts`."""
+    """How one block of a run ended.
+
+    `outcome` is HIT (its bytes moved and, for a load, were verified), MISS (not there, or it failed verification: then
+    `corrupt` is True) or RETRY (the medium failed). A load with HIT brings what the block was stored with.
+    """
 
     outcome: Outcome
     corrupt: bool = False
@@ -55,32 +58,47 @@ class BlockEnd(NamedTuple):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of one submitted load or store.
+    """The end of one submitted load or store. `blocks` tells how each block ended, in order.
 
-    `outcome` is HIT (bytes moved and, for a load, verified), MISS (not there, or it failed verification: then
-    `corrupt` is True) or RETRY (the medium failed; `error` says how, in one line). `still_in_use`: the medium may
-    still write to the targets of a load, which must not be used again before `heal` returned True. A load with HIT
-    brings the `engine_hash` and `group` that the block was stored with.
-
-    Of a run, `blocks` tells how each block ended, in order; then `outcome` is that of the first block that is no HIT,
-    `bytes_moved` counts the blocks with HIT, and `error` speaks of those with RETRY. With `still_in_use` none is a HIT.
+    `outcome` is that of the first block that is no HIT, `bytes_moved` counts the blocks with HIT, and `error` says in
+    one line why some are RETRY. `still_in_use`: the medium may still write to the targets of a load, which must not be
+    used again before `heal` returned True; then none is a HIT.
     """
 
     job_id: int
     outcome: Outcome
+    blocks: Sequence[BlockEnd]
     bytes_moved: int = 0
     seconds: float = 0.0
-    corrupt: bool = False
     error: str = ""
     still_in_use: bool = False
-    engine_hash: bytes = b""
-    group: int = 0
-    blocks: Sequence[BlockEnd] = ()
 
     @property
-    def ends(self) -> Sequence[BlockEnd]:
-        """How each block ended, of a run or of a single one."""
-        return self.blocks or (BlockEnd(self.outcome, self.corrupt, self.engine_hash, self.group),)
+    def corrupt(self) -> bool:
+        """Whether a block failed verification."""
+        return any(end.corrupt for end in self.blocks)
+
+    @classmethod
+    def of(
+        cls,
+        job_id: int,
+        blocks: Sequence[BlockEnd],
+        block_bytes: int,
+        seconds: float = 0.0,
+        error: str = "",
+        still_in_use: bool = False,
+    ) -> Completion:
+        """The completion of a job whose blocks, of so many bytes each, ended so."""
+        missed = [end for end in blocks if end.outcome is not Outcome.HIT]
+        return cls(
+            job_id=job_id,
+            outcome=missed[0].outcome if missed else Outcome.HIT,
+            blocks=blocks,
+            bytes_moved=(len(blocks) - len(missed)) * block_bytes,
+            seconds=seconds,
+            error=error if any(end.outcome is Outcome.RETRY for end in missed) else "",
+            still_in_use=still_in_use,
+        )
 
 
 class RecoveredBlock(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,45 +112,53 @@ class RecoveredBlock(msgspec.Struct, frozen=True, kw_only=True):
     group: int = 0
 
 
-class SlotTier(Protocol):
-    """A bounded store addressed by slot. The module's text has its guarantees."""
+class RunTier(Protocol):
+    """A bounded store addressed by slot. The module's text has its guarantees.
+
+    A run has n blocks, 1 <= n <= `run_blocks_max`, in the n slots from `slot` on. Targets and sources are one
+    page-aligned buffer per shard with the n blocks' parts of that shard one after the other, as n consecutive slots lie
+    in host memory.
+    """
 
     name: str
     slot_count: int
     pending_limit: int
+    run_blocks_max: int
 
     def recovered(self) -> Iterable[RecoveredBlock]:
         """The blocks found at start, once; all other slots are free."""
 
     def submit_store(
-        self,
-        job_id: int,
-        key: BlockKey,
-        parent: BlockKey | None,
-        slot: SlotIndex,
-        sources: Sequence[memoryview],
-        engine_hash: bytes = b"",
-        group: int = 0,
+        self, job_id: int, blocks: Sequence[BlockHead], slot: SlotIndex, sources: Sequence[memoryview]
     ) -> Outcome:
-        """Start writing one block (one page-aligned buffer per shard). PENDING, THROTTLED or RETRY (tier is off).
+        """Start writing a run, whose keys are distinct. PENDING, THROTTLED or RETRY (tier is off).
 
-        The caller keeps the sources unchanged until the completion is polled. `engine_hash` is what the engine calls
-        the block, 32 bytes, or empty where that is not known; `group` is 0 to `block.GROUP_MAX`.
+        The caller keeps the sources unchanged until the completion is polled. A block's `engine_hash` is what the
+        engine calls it, 32 bytes, or empty where that is not known; its `group` is 0 to `block.GROUP_MAX`.
         """
 
     def submit_load(
-        self, job_id: int, key: BlockKey, slot: SlotIndex, targets: Sequence[memoryview]
+        self, job_id: int, keys: Sequence[BlockKey], slot: SlotIndex, targets: Sequence[memoryview]
     ) -> Outcome:
-        """Start reading one block into the targets. PENDING, THROTTLED, MISS or RETRY (tier is off)."""
+        """Start reading a run into the targets. PENDING, THROTTLED, MISS or RETRY (tier is off)."""
 
-    def forget(self, slot: SlotIndex) -> None:
-        """The manager evicted this slot: after a restart it must not be found. No load or store of it is pending."""
+    def forget(self, slot: SlotIndex, count: int = 1) -> None:
+        """The manager evicted these slots: after a restart they must not be found. No load or store of them is
+        pending."""
 
     def poll(self) -> list[Completion]:
         """The completions since the last call; never blocks."""
 
     def fileno(self) -> int:
         """A descriptor that becomes readable when `poll` would return something (an eventfd)."""
+
+    @property
+    def load_room(self) -> int:
+        """So many loads can be submitted now before one is THROTTLED; an upper bound."""
+
+    @property
+    def store_room(self) -> int:
+        """As `load_room`, for stores."""
 
     @property
     def fault(self) -> str:
@@ -146,34 +172,3 @@ class SlotTier(Protocol):
 
     def close(self, keep: bool) -> None:
         """Finish pending work, release the medium; with `keep` false, remove the stored blocks."""
-
-
-class RunTier(SlotTier, Protocol):
-    """A `SlotTier` that moves runs: n blocks, 1 <= n <= `run_blocks_max`, in the n slots from `slot` on.
-
-    Targets and sources are one page-aligned buffer per shard with the n blocks' parts of that shard one after the
-    other, as n consecutive slots lie in host memory.
-    """
-
-    run_blocks_max: int
-
-    def submit_store_run(
-        self, job_id: int, blocks: Sequence[BlockHead], slot: SlotIndex, sources: Sequence[memoryview]
-    ) -> Outcome:
-        """As `submit_store`, for a run. The keys are distinct."""
-
-    def submit_load_run(
-        self, job_id: int, keys: Sequence[BlockKey], slot: SlotIndex, targets: Sequence[memoryview]
-    ) -> Outcome:
-        """As `submit_load`, for a run."""
-
-    def forget_run(self, slot: SlotIndex, count: int) -> None:
-        """`forget` for the `count` slots from `slot` on."""
-
-    @property
-    def load_room(self) -> int:
-        """So many loads, blocks or runs, can be submitted now before one is THROTTLED; an upper bound."""
-
-    @property
-    def store_room(self) -> int:
-        """As `load_room`, for stores."""

@@ -18,12 +18,12 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from kvbm.errors import ManagerUntrusted, SettingsError
 from kvbm.layout import BlockLayout
 from kvbm.numa import keep_thread_on
-from kvbm.pages import madvise, populate_at
+from kvbm.pages import populate_at
 
 log = logging.getLogger("kvbm.tiers")
 
@@ -87,7 +87,7 @@ class HostArena:
         self._closing = threading.Event()
         self._touch_threads = touch_threads
         self._touchers: list[threading.Thread] = []
-        self._touched: dict[int, int] = {}
+        self._touched: set[int] = set()
 
     def touch(self, shard: int, numa_node: int = -1) -> None:
         """Have one region's pages touched by background threads, once, so that no first copy pays for them.
@@ -96,7 +96,7 @@ class HostArena:
         """
         if shard in self._touched:
             return
-        self._touched[shard] = numa_node
+        self._touched.add(shard)
         for part in range(self._touch_threads):
             arguments = (self._regions[shard], part, numa_node)
             name = f"kvbm-touch-{shard}-{part}"
@@ -107,11 +107,6 @@ class HostArena:
                 log.warning("pages are not touched before they are used: %s", error)
                 return
             self._touchers.append(thread)
-
-    def touch_as(self, other: HostArena) -> None:
-        """`touch` what another arena has touched, on the same NUMA nodes."""
-        for shard, numa_node in other._touched.items():
-            self.touch(shard, numa_node)
 
     def slot_views(self, slot: int, count: int = 1) -> list[memoryview]:
         """The bytes of the slot, or of `count` slots from it on: a writable view per shard, aligned to `PAGE_BYTES`."""
@@ -137,37 +132,6 @@ class HostArena:
         """`invalidate` for many slots at once."""
         self._generations.rise(slots)
 
-    def copy_slots(self, slot: int, other: HostArena, source: int, count: int) -> None:
-        """Copy `count` slots of another arena of this layout, from `source` on, into those from `slot` on."""
-        pairs = zip(self.slot_views(slot, count), other.slot_views(source, count), strict=True)
-        for target, bytes_there in pairs:
-            target[:] = bytes_there
-
-    def discard(self, slots: Sequence[int]) -> None:
-        """Give the memory of slots back to the machine: the pages that lie wholly in them read as zeros from now on.
-
-        A device that has page-locked a page goes on reading and writing the one that it locked, and that page is freed
-        only when it lets go: these slots may be used again only by a rank that has mapped the arena anew.
-        """
-        size = self.layout.slot_bytes
-        for first, count in _runs(slots):
-            for region in self._regions:
-                # What the kernel does not take back stays until all of the arena goes.
-                madvise(_address_of(region, first * size), count * size, mmap.MADV_REMOVE)
-
-    def close_beside(self) -> None:
-        """`close`, by a thread: the kernel takes a while to take back gigabytes. Nobody may use it any more."""
-        try:
-            threading.Thread(target=self._let_go, name="kvbm-let-go", daemon=True).start()
-        except RuntimeError as error:  # no thread is to be had
-            log.warning("host memory is given back at once, and engines wait for that: %s", error)
-            self._let_go()
-
-    def _let_go(self) -> None:
-        for region in self._regions:
-            madvise(_address_of(region), len(region), mmap.MADV_DONTNEED)
-        self.close()
-
     def close(self) -> None:
         """Release the regions; workers keep their own mappings until they drop them."""
         self._closing.set()
@@ -192,18 +156,6 @@ class HostArena:
             if self._closing.is_set():
                 return
             populate(region, start, min(_TOUCH_CHUNK_BYTES, len(region) - start))
-
-
-def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ascending slots as (first, count) of those that follow one another."""
-    first = end = slots[0] if slots else 0
-    for slot in slots:
-        if slot != end:
-            yield first, end - first
-            first = slot
-        end = slot + 1
-    if end > first:
-        yield first, end - first
 
 
 def populate(region: mmap.mmap, start: int, length: int) -> bool:

@@ -183,9 +183,7 @@ class SchedulerSide:
             if served is not None:
                 self._report(served, data, new, broken)
                 complete = served.complete_blocks(self.block_tokens)
-                entries.append(
-                    Scheduled(served.name, complete, served.blocks(), served.position // self.block_tokens)
-                )
+                entries.append(Scheduled(served.name, complete, served.blocks()))
         plan = self.leader.step(
             entries,
             (),

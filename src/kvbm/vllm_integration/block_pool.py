@@ -1,8 +1,8 @@
-"""vLLM's block pool as the leader sees it: the content of device blocks, and which are handed out next."""
+"""vLLM's block pool as the leader sees it: its prefix cache, and blocks that are kept from being handed out."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -24,25 +24,6 @@ class PoolBlocks:
     @property
     def block_count(self) -> int:
         return len(self.pool.blocks) if self.pool is not None else 0
-
-    def tag(self, block: int) -> Hashable | None:
-        """The block's hash; None while it has none."""
-        if self.pool is None:
-            return None
-        found: Hashable | None = self.pool.blocks[block].block_hash
-        return found
-
-    def next_out(self, limit: int) -> Sequence[int]:
-        """The head of the free queue."""
-        if self.pool is None:
-            return ()
-        queue = self.pool.free_block_queue
-        blocks: list[int] = []
-        entry = queue.fake_free_list_head.next_free_block
-        while entry is not None and entry is not queue.fake_free_list_tail and len(blocks) < limit:
-            blocks.append(entry.block_id)
-            entry = entry.next_free_block
-        return blocks
 
     def forget_all(self) -> None:
         """Take every block out of the prefix cache, those in use as well."""

@@ -82,14 +82,11 @@ class SchedulerSide:
         layerwise = settings.onboard_mode == "layerwise" or (
             settings.onboard_mode == "auto" and layerwise_is_free(vllm_config)
         )
-        lazy = settings.offload_mode == "lazy"
         zeroes = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
         if self._hybrid is not None or zeroes:
-            asked = layerwise and settings.onboard_mode != "auto"
-            for name, wanted in (("offload_mode=lazy", lazy), ("onboard_mode=layerwise", asked)):
-                if wanted:
-                    log.warning("%s has no effect: this model has several kinds of KV blocks", name)
-            lazy = layerwise = False
+            if layerwise and settings.onboard_mode != "auto":
+                log.warning("onboard_mode=layerwise has no effect: this model has several kinds of KV blocks")
+            layerwise = False
         refusal = layerwise_refusal(vllm_config) if layerwise else ""
         if refusal:
             log.warning(
@@ -106,7 +103,6 @@ class SchedulerSide:
             clock=time.monotonic,
             load_always=settings.onboard == "always",
             layerwise=layerwise and not refusal,
-            lazy=lazy,
             device=self._blocks,
             weights_version=settings.weights_version or "",
             spans=self._spans,
@@ -237,21 +233,19 @@ class SchedulerSide:
         computed, name = request.num_computed_tokens, request.request_id
         # With guesses that may be wrong. Only blocks that the engine has hashed are stored, and it hashes no guess.
         complete = (computed + token_count) // self.block_tokens
-        # Asynchronously scheduled, guesses of the step before count as computed, and may be written over.
-        written_from = min(computed, request.num_tokens - 1) // self.block_tokens
         table = partial(self._tables.get, name)
         hybrid = self._hybrid
         if hybrid is None:
-            return Scheduled(name, complete, table, written_from)
+            return Scheduled(name, complete, table)
         tables = partial(self._group_tables, name, hybrid)
         if not states:
-            return Scheduled(name, complete, table, written_from, tables)
+            return Scheduled(name, complete, table, tables)
         offers = tuple(
             StateOffer(hybrid.ids.index(group), block, tokens // self.block_tokens)
             for group, block, tokens in states
             if group in hybrid.ids and tokens % self.block_tokens == 0
         )
-        return Scheduled(name, complete, table, written_from, tables, offers)
+        return Scheduled(name, complete, table, tables, offers)
 
     def _group_tables(self, request_id: str, hybrid: Hybrid) -> list[Sequence[int]]:
         return hybrid.in_order(self._tables.of_groups(request_id))

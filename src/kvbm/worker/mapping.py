@@ -49,8 +49,8 @@ class Mapping(MappedArena):
 class Earlier:
     """The mapping before the present one, for loads that were promised out of it and are on their way to the ranks.
 
-    A dead manager overwrites nothing, and one that has gone over to other memory leaves leased slots as they were: what
-    their generations say holds. Kept for `EARLIER_S`, where that is on; closed at once elsewhere. Owned by the mover.
+    A dead manager overwrites nothing: what the generations of its slots say holds. Kept for `EARLIER_S`, where that is
+    on; closed at once elsewhere. Owned by the mover.
     """
 
     def __init__(self, on: bool) -> None:

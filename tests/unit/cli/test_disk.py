@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kvbm.cli.disk import app
 from kvbm.errors import SettingsError
-from kvbm.testing.tier_contract import LAYOUT, NAMESPACE, OTHER_NAMESPACE, load, make_key, store
+from kvbm.testing.stored_runs import LAYOUT, NAMESPACE, OTHER_NAMESPACE, load, make_key, store
 from kvbm.tiers.disk.geometry import RECORD_BYTES
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 

@@ -24,8 +24,8 @@ from kvbm.cli.doctor import line_of
 from kvbm.cli.doctor_check import advice
 from kvbm.present.numbers import format_bytes
 from kvbm.settings import SCHEMA, Settings
-from kvbm.testing.tier_contract import LAYOUT as TIER_LAYOUT
-from kvbm.testing.tier_contract import NAMESPACE, make_key, store
+from kvbm.testing.stored_runs import LAYOUT as TIER_LAYOUT
+from kvbm.testing.stored_runs import NAMESPACE, make_key, store
 from kvbm.tiers.disk.tier import open_disk_tier
 from rigs.manager import LAYOUT, ManagerBench
 

@@ -105,20 +105,6 @@ def test_times(simulate) -> None:
     assert "load above 1: the engine cannot keep up" in out
 
 
-def test_ways_to_write_stand_side_by_side(simulate, tmp_path: Path) -> None:
-    words = (*SHORT, "--host", "5%", "--disk", "50%", "--bytes-per-token", "128KiB", "--policy", "lru")
-    files = ("--json", str(tmp_path / "w.json"), "--plot", str(tmp_path / "w.png"))
-    code, out, _ = simulate(*words, "--write", "through, eviction", "--admission", "all", *files)
-    assert code == 0
-    document = json.loads((tmp_path / "w.json").read_text())
-    none, alone, through, eviction = document["times"]
-    assert [row["write"] for row in (none, alone, through, eviction)] == ["", "", "through", "eviction"]
-    assert 0 < eviction["disk_written_bytes"] < through["disk_written_bytes"]
-    assert [out.count(f" {word} ") for word in ("write", "through", "eviction")] == [1, 1, 1]
-    assert [rules["write"] for rules in document["settings"]["disk_rules"]] == ["through", "eviction"]
-    assert " write " not in simulate(*words)[1]
-
-
 def test_what_clients_say_stands_in_rows_of_its_own(simulate, tmp_path: Path) -> None:
     """Policies that do not listen have one row; the picture takes all of them."""
     files = ("--json", str(tmp_path / "h.json"), "--plot", str(tmp_path / "h.png"))
@@ -181,7 +167,6 @@ def test_a_budget_for_writes(simulate, tmp_path: Path) -> None:
         (("synthetic", "--time-scale", "0"), "--time-scale=0.0 cannot be used: a number above 0"),
         (("synthetic", "--seed", "a"), "--seed='a' cannot be used: a whole number"),
         (("synthetic", "--admission", "x"), "--admission='x' cannot be used: one of filter, all"),
-        (("synthetic", "--write", "through,never"), "--write='never' cannot be used: one of through, eviction"),
         (("synthetic", "--write-budget", "x"), "--write-budget='x' cannot be used: a size"),
         (("synthetic", "--json", "/"), "--json='/' cannot be used: a file in an existing folder"),
         (("synthetic", "--bytes-per-token", "0"), "--bytes-per-token='0' cannot be used: at least one byte"),

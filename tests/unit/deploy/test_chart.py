@@ -51,7 +51,7 @@ ALL = {
     "namespaces": 3,
     "disk": {"sizeGB": 1500.5},
     "settings": {
-        "disk_write": "eviction",
+        "disk_admission": "ghost",
         "salt_share": 0.25,
         "max_concurrent_transfers": 8,
         "disk_unowned_bytes": 3_000_000_000_000,
@@ -168,7 +168,7 @@ def test_every_setting_is_one_that_the_manager_reads(values: dict[str, Any], tmp
 def test_values_arrive_as_they_were_written(tmp_path: Path) -> None:
     loaded = settings(tmp_path, **ALL)
     assert (loaded.host_bytes, loaded.disk_bytes) == (20 * GB, 1500.5 * GB)
-    assert (loaded.disk_write, loaded.salt_share, loaded.max_concurrent_transfers) == ("eviction", 0.25, 8)
+    assert (loaded.disk_admission, loaded.salt_share, loaded.max_concurrent_transfers) == ("ghost", 0.25, 8)
     assert (loaded.disk_unowned_bytes, loaded.huge_pages, loaded.peer_uids) == (3000 * GB, False, (0, 2000))
     assert (loaded.metrics, loaded.metrics_port, loaded.events_endpoint) == (True, 7000, "tcp://*:5557")
 
@@ -195,7 +195,7 @@ def test_names_of_settings_in_the_values_exist() -> None:
     """Also those in comments, and in the page."""
     text = (CHART / "values.yaml").read_text() + (ROOT / "docs" / "operating" / "kubernetes.md").read_text()
     named = re.findall(r"settings\.(\w+)", text) + re.findall(r"^#  (\w+): ", text, flags=re.MULTILINE)
-    assert "peer_uids" in named and "disk_write" in named
+    assert "peer_uids" in named and "disk_admission" in named
     assert [name for name in named if name not in FIELDS and name != "md"] == []
 
 

@@ -52,7 +52,7 @@ class GroupsBench(Bench):
         )
 
     def computes(self, complete: int, *states: StateOffer, request: str = "r") -> StepPlan:
-        entry = Scheduled(request, complete, lambda: TABLES[0], 0, lambda: self.tables, states)
+        entry = Scheduled(request, complete, lambda: TABLES[0], lambda: self.tables, states)
         return self.leader.step([entry], (), 0, False)
 
     def refuse(self, reserve: Reserve) -> None:

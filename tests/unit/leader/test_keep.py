@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
-
 from kvbm.hashing import split_keys
 from kvbm.leader.tracked import Answer
-from kvbm.protocol import Commit, Lookup, Reserve
-from rigs.leader import HASHES, TABLE, Bench, ScriptedDevice, keys
+from kvbm.protocol import Commit, Lookup
+from rigs.leader import HASHES, Bench, keys
 
 
 class Outside:
@@ -47,32 +43,6 @@ def test_what_may_not_be_kept_any_more_is_not_offered(bench: Bench) -> None:
     bench.step({"r": 4})
     assert bench.manager.said() == []
     assert set(outside.asked_s) == {0.0}, "a step takes the last look for it"
-
-
-@pytest.mark.parametrize("changed", [0, 1])
-def test_a_lazily_stored_chain_is_kept_if_all_its_requests_agree(
-    make_bench: Callable[..., Bench], changed: int
-) -> None:
-    engine = ScriptedDevice()
-    bench = make_bench(lazy=True, device=engine)
-    outside = [Outside(), Outside()]
-    for number, blocks in enumerate((2, 4)):
-        bench.leader.request_added(str(number), HASHES[:blocks], b"adapter", 0, outside[number])
-        bench.leader.requests[str(number)].stored = 2 * number
-        bench.step({str(number): blocks})
-        bench.leader.finished(str(number))
-    bench.manager.said()
-    engine.free = [TABLE[3]]
-    bench.step()
-    (reserve,) = [message for message in bench.manager.said() if isinstance(message, Reserve)]
-    assert split_keys(reserve.keys) == keys(4, b"adapter")
-    bench.grant(reserve)
-    engine.free = []
-    (plan,) = bench.step().stores
-    outside[changed].same = False
-    bench.report(plan)
-    (commit,) = bench.manager.said()
-    assert commit.failed == (0, 1, 2, 3)
 
 
 def test_without_a_name_nothing_is_asked_or_stored(bench: Bench) -> None:

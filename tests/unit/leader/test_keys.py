@@ -18,7 +18,7 @@ from kvbm.protocol import (
     Lookup,
     Reserve,
 )
-from rigs.leader import FINGERPRINT, HASHES, TABLE, Bench, ScriptedDevice, keys
+from rigs.leader import FINGERPRINT, HASHES, Bench, keys
 
 ADAPTER = b"digest of an adapter"
 
@@ -136,21 +136,6 @@ def test_a_step_reads_the_hashes_of_the_blocks_that_it_completes(
     bench.step({"r": 21})
     assert split_keys(bench.manager.said()[-1].keys) == [keys(21, extras)[20]]
     assert hashes.read == {19, 20}, "the block, and the one before it"
-
-
-@pytest.mark.parametrize("extras", [b"", ADAPTER])
-def test_lazily_stored_blocks_say_as_much(make_bench: Callable[..., Bench], extras: bytes) -> None:
-    engine = ScriptedDevice()
-    bench = make_bench(lazy=True, device=engine)
-    bench.leader.request_added("r", HASHES[:3], extras, 0)
-    bench.manager.said()
-    bench.step({"r": 3})
-    bench.leader.finished("r")
-    engine.free = [TABLE[2]]
-    bench.step()
-    (reserve,) = [message for message in bench.manager.said() if isinstance(message, Reserve)]
-    assert split_keys(reserve.keys) == keys(3, extras)
-    assert reserve.hashes == (join_keys(HASHES[:3]) if extras else b"")
 
 
 def test_the_longest_reservation_and_the_longest_lookup_fit_into_a_message() -> None:

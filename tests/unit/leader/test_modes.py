@@ -1,16 +1,14 @@
-"""When copies may run: loads beside the forward pass, stores at the last moment."""
+"""When copies may run: loads beside the forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from kvbm.block import BlockKey
 from kvbm.hashing import split_keys
-from kvbm.leader.lazy import Unsaved
-from kvbm.leader.tracked import Answer, Scheduled
+from kvbm.leader.tracked import Answer
 from kvbm.protocol import Commit, Reserve
 from kvbm.step_plan import LoadPlan, StepReport
 from rigs.leader import TABLE, Bench, ScriptedDevice, keys
@@ -137,151 +135,3 @@ def test_a_failed_load_that_no_forward_pass_has_read_costs_only_itself(
     bench.report(planned)
     (commit,) = bench.manager.said()
     assert commit.failed == ()
-
-
-# ---- lazy
-
-
-@pytest.fixture
-def engine() -> ScriptedDevice:
-    return ScriptedDevice()
-
-
-def full(bench: Bench, engine: ScriptedDevice, request: str = "r", blocks: int = 4) -> None:
-    """A request has computed so many blocks and ended."""
-    bench.add(request)
-    assert bench.step({request: blocks}).stores == ()
-    assert bench.manager.said() == [], "nothing is stored for being full"
-    bench.leader.finished(request)
-
-
-def leave(bench: Bench, engine: ScriptedDevice, *blocks: int) -> list[Reserve]:
-    """These blocks come next: what the leader asks slots for."""
-    engine.free = list(blocks)
-    bench.step()
-    return [message for message in bench.manager.said() if isinstance(message, Reserve)]
-
-
-def test_a_block_is_stored_when_it_is_about_to_go_with_what_lies_before_it(
-    make_bench: Callable[..., Bench], engine: ScriptedDevice
-) -> None:
-    bench = make_bench(lazy=True, device=engine)
-    full(bench, engine)
-    assert leave(bench, engine, 139) == []
-    (reserve,) = leave(bench, engine, TABLE[2])
-    assert split_keys(reserve.keys) == keys(3), "a block without its prefix is worth nothing"
-    bench.grant(reserve)
-    engine.free = []
-    plan = bench.step()
-    assert [store.device_blocks for store in plan.stores] == [tuple(TABLE[:3])]
-    assert plan.released == (), "not handed out before the next step"
-    assert bench.step().released == (reserve.store,)
-    (rest,) = leave(bench, engine, TABLE[3])
-    assert (rest.parent, split_keys(rest.keys)) == (keys(4)[2], [keys(4)[3]])
-
-
-def test_a_block_that_went_meanwhile_is_not_committed(
-    make_bench: Callable[..., Bench], engine: ScriptedDevice
-) -> None:
-    bench = make_bench(lazy=True, device=engine)
-    full(bench, engine)
-    (reserve,) = leave(bench, engine, TABLE[3])
-    bench.grant(reserve)
-    engine.holds[TABLE[1]] = "something else"
-    engine.free = []
-    (plan,) = bench.step().stores
-    bench.report(plan)
-    (commit,) = bench.manager.said()
-    assert commit.failed == (1,)
-
-
-def test_a_block_that_is_named_before_its_bytes_are_there_is_not_committed(
-    make_bench: Callable[..., Bench], engine: ScriptedDevice
-) -> None:
-    """It was handed out, and comes back for the same content: named so already, computed only in this step."""
-    bench = make_bench(lazy=True, device=engine)
-    full(bench, engine)
-    (reserve,) = leave(bench, engine, TABLE[3])
-    bench.grant(reserve)
-    engine.free = []
-    entry = Scheduled("s", 4, lambda: TABLE[:4], written_from=2)
-    (plan,) = bench.leader.step([entry], (), 0, idle=False).stores
-    bench.report(plan)
-    commits = [message for message in bench.manager.said() if isinstance(message, Commit)]
-    assert [commit.failed for commit in commits] == [(2, 3)]
-
-
-def test_when_all_went_nothing_is_copied(make_bench: Callable[..., Bench], engine: ScriptedDevice) -> None:
-    bench = make_bench(lazy=True, device=engine)
-    full(bench, engine)
-    (reserve,) = leave(bench, engine, TABLE[3])
-    bench.grant(reserve)
-    engine.holds.clear()
-    engine.free = []
-    assert bench.step().stores == ()
-    (commit,) = bench.manager.said()
-    assert (commit.store, commit.failed) == (reserve.store, (0, 1, 2, 3))
-
-
-def test_after_a_reset_nothing_of_before_is_stored(
-    make_bench: Callable[..., Bench], engine: ScriptedDevice
-) -> None:
-    bench = make_bench(lazy=True, device=engine)
-    full(bench, engine)
-    bench.manager.die()
-    bench.leader.reset()
-    bench.reconnect()
-    assert leave(bench, engine, *TABLE) == []
-
-
-def noted(engine: ScriptedDevice, chain: str, blocks: Sequence[int], unsaved: Unsaved) -> list[BlockKey]:
-    names = [BlockKey(f"{chain}{i}".encode().ljust(32)) for i in range(len(blocks))]
-    unsaved.note(None, names, blocks)
-    return names
-
-
-def test_a_chain_broken_in_its_middle_is_stored_from_there(engine: ScriptedDevice) -> None:
-    unsaved = Unsaved(engine)
-    names = noted(engine, "a", [100, 101, 102, 103], unsaved)
-    engine.holds[101] = "something else"
-    engine.free = [103]
-    (chain,) = unsaved.leaving(8, 8)
-    assert (chain.parent, chain.keys, chain.device_blocks) == (names[1], names[2:], [102, 103])
-
-
-def test_a_block_that_two_requests_share_is_stored_once(engine: ScriptedDevice) -> None:
-    unsaved = Unsaved(engine)
-    noted(engine, "a", [100, 101], unsaved)
-    noted(engine, "a", [100, 101], unsaved)
-    engine.free = [101, 100]
-    (chain,) = unsaved.leaving(8, 8)
-    assert chain.device_blocks == [100, 101]
-    assert unsaved.leaving(8, 8) == []
-
-
-def test_it_holds_no_more_than_the_device_has_blocks(engine: ScriptedDevice) -> None:
-    unsaved = Unsaved(engine)
-    for turn in range(50):
-        for block in TABLE:
-            engine.holds[block] = (turn, block)
-        noted(engine, f"turn {turn} ", TABLE, unsaved)
-    assert len(unsaved) == len(TABLE)
-    engine.free = list(TABLE)
-    assert sum(len(chain.keys) for chain in unsaved.leaving(1000, 1000)) == len(TABLE)
-    assert len(unsaved) == 0
-
-
-def test_a_step_stores_no_more_than_its_share(engine: ScriptedDevice) -> None:
-    unsaved = Unsaved(engine)
-    for block in TABLE:
-        noted(engine, f"single {block} ", [block], unsaved)
-    engine.free = list(TABLE)
-    assert len(unsaved.leaving(1000, 8)) == 8
-    assert len(unsaved.leaving(1000, 1000)) == len(TABLE) - 8
-
-
-def test_a_block_that_holds_nothing_to_find_again_is_not_noted(engine: ScriptedDevice) -> None:
-    unsaved = Unsaved(engine)
-    del engine.holds[100]
-    noted(engine, "a", [100, 101], unsaved)
-    assert len(unsaved) == 1

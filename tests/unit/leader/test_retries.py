@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from kvbm.hashing import split_keys
-from kvbm.leader.lazy import LEAVING_RETRY_S_MAX
 from kvbm.leader.retry import RETRY_S, RETRY_S_MAX, Retry
-from kvbm.protocol import HELD, REFUSED, Commit, Reserve
-from rigs.leader import HASHES, TABLE, Bench, ScriptedDevice, keys
+from kvbm.protocol import HELD, REFUSED, Reserve
+from rigs.leader import TABLE, Bench, ScriptedDevice, keys
 
 
 def offered(bench: Bench, complete: int, request: str = "r") -> list[Reserve]:
@@ -126,12 +125,11 @@ def test_what_came_from_the_manager_is_not_offered_to_it(bench: Bench) -> None:
     assert split_keys(reserve.keys) == keys(7), "all of it, at last"
 
 
-@pytest.mark.parametrize("why", ["device", "failed", "session", "lazy"])
+@pytest.mark.parametrize("why", ["device", "failed", "session"])
 def test_what_the_manager_may_not_hold_is_offered_from_the_first_block_on(
     make_bench: Callable[..., Bench], why: str
 ) -> None:
-    device = ScriptedDevice()
-    bench = make_bench(device=device, lazy=why == "lazy")
+    bench = make_bench(device=ScriptedDevice())
     plan = bench.load(5, computed=1 if why == "device" else 0)
     if why == "session":
         bench.manager.die()
@@ -139,10 +137,6 @@ def test_what_the_manager_may_not_hold_is_offered_from_the_first_block_on(
         bench.reconnect()
     bench.arrive(plan, {plan.device_blocks[3]} if why == "failed" else None)
     reserves = offered(bench, 7)
-    if why == "lazy":
-        assert reserves == []
-        device.free = TABLE[:7]
-        reserves = offered(bench, 7)
     assert split_keys(b"".join(reserve.keys for reserve in reserves)) == keys(7)
 
 
@@ -168,92 +162,6 @@ def test_a_refusal_for_a_request_that_has_ended_is_forgotten(bench: Bench) -> No
     bench.step()
     assert [message for message in bench.manager.said() if isinstance(message, Reserve)] == []
     assert len(bench.leader.stores) == 0
-
-
-# ---- lazy offload
-
-
-def leave(bench: Bench, engine: ScriptedDevice, *blocks: int) -> list[Reserve]:
-    """These blocks come next: what the leader asks slots for."""
-    engine.free = list(blocks)
-    bench.step()
-    return [message for message in bench.manager.said() if isinstance(message, Reserve)]
-
-
-@pytest.fixture
-def engine() -> ScriptedDevice:
-    return ScriptedDevice()
-
-
-@pytest.fixture
-def lazy(make_bench: Callable[..., Bench], engine: ScriptedDevice) -> Bench:
-    """A request has filled four blocks and ended; nothing is stored."""
-    bench = make_bench(lazy=True, device=engine)
-    bench.leader.request_added("r", HASHES[:4], b"adapter", 0)
-    bench.step({"r": 4})
-    bench.leader.finished("r")
-    bench.step()
-    bench.manager.said()
-    return bench
-
-
-def test_a_free_block_that_was_refused_is_noted_again(lazy: Bench, engine: ScriptedDevice) -> None:
-    (reserve,) = leave(lazy, engine, TABLE[3])
-    lazy.grant(reserve, (5, HELD, REFUSED, REFUSED))
-    assert leave(lazy, engine, TABLE[3]) == [], "not in every step"
-    lazy.clock.advance(RETRY_S)
-    (again,) = leave(lazy, engine, TABLE[3])
-    assert again.parent == split_keys(reserve.keys)[1]
-    assert again.keys == reserve.keys[2 * 32 :]
-    assert (reserve.again, again.again) == (False, True)
-    assert again.hashes == reserve.hashes[2 * 32 :] != b""
-    lazy.grant(again)
-    engine.free = []
-    (plan,) = lazy.step().stores
-    assert plan.device_blocks == tuple(TABLE[2:4])
-
-
-def test_a_refused_block_that_was_handed_out_is_not_noted_again(lazy: Bench, engine: ScriptedDevice) -> None:
-    (reserve,) = leave(lazy, engine, TABLE[3])
-    engine.holds[TABLE[2]] = "something else"
-    lazy.grant(reserve, (REFUSED,) * 4)
-    lazy.step()
-    lazy.clock.advance(RETRY_S)
-    (again,) = leave(lazy, engine, TABLE[2], TABLE[1])
-    assert split_keys(again.keys) == split_keys(reserve.keys)[:2]
-
-
-def test_free_blocks_do_not_wait_for_long(lazy: Bench, engine: ScriptedDevice) -> None:
-    (reserve,) = leave(lazy, engine, TABLE[3])
-    for _ in range(12):
-        lazy.grant(reserve, (REFUSED,) * 4)
-        lazy.step()
-        lazy.clock.advance(LEAVING_RETRY_S_MAX)
-        (reserve,) = leave(lazy, engine, TABLE[3])
-
-
-def test_free_blocks_that_cannot_be_asked_for_now_are_not_lost(
-    lazy: Bench, engine: ScriptedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvbm.leader.stores.OPEN_STORES_MAX", 1)
-    (reserve,) = leave(lazy, engine, TABLE[1])
-    assert leave(lazy, engine, TABLE[3]) == []
-    lazy.grant(reserve, (HELD, HELD))
-    lazy.step()
-    (reserve,) = leave(lazy, engine, TABLE[3])
-    assert len(split_keys(reserve.keys)) == 2
-
-
-def test_after_a_reset_a_refused_block_is_not_noted_under_its_old_key(
-    lazy: Bench, engine: ScriptedDevice
-) -> None:
-    (reserve,) = leave(lazy, engine, TABLE[3])
-    lazy.leader.reset()
-    lazy.grant(reserve, (REFUSED,) * 4)
-    lazy.step()
-    lazy.clock.advance(RETRY_S_MAX)
-    assert leave(lazy, engine, *TABLE[:4]) == []
-    assert any(isinstance(message, Commit) for message in lazy.manager.said()) is False
 
 
 def test_a_success_makes_the_next_wait_short_again() -> None:

@@ -282,7 +282,6 @@ def test_policies_that_cannot_be_used_are_refused_by_their_names(tmp_path: Path)
     for options, reason in (
         ({"eviction": "clock"}, "eviction='clock' cannot be used: one of: gittins, lru"),
         ({"disk_admission": "clock"}, "disk_admission='clock' cannot be used: one of: filter, all, ghost"),
-        ({"disk_write": "later"}, "disk_write='later' cannot be used: one of: through, eviction"),
         ({"disk_write_budget": 4096}, "disk_write_budget=4096 cannot be used: 0, or at least"),
     ):
         with pytest.raises(kvbm.SettingsError, match=reason):
@@ -322,32 +321,6 @@ def test_no_more_is_written_than_the_budget_allows(house: LocalHouse | SharedHou
         now_s = 3600.0
         manager.offload(list(range(900, 900 + 5 * BLOCK_TOKENS)), cache, list(range(5)))
         assert written_blocks(house, manager) == 5, "and the rest over the day"
-
-
-def test_disk_may_be_written_when_host_memory_gives_a_block_up_and_at_the_end(
-    house: LocalHouse | SharedHouse,
-) -> None:
-    cache, rng = new_cache(2), random.Random(3)
-    prompts = [prompt(rng, 4) for _ in range(32)]
-    options = {
-        "host": 64 * layout().block_bytes,
-        "disk": "1MB",
-        "disk_write": "eviction",
-    }
-    with house.open(**options) as manager:
-        for tokens in prompts[:15]:
-            manager.offload(tokens, cache, list(range(4)))
-            assert written_blocks(house, manager) == 0, "there is room"
-        for tokens in prompts[15:]:
-            manager.offload(tokens, cache, list(range(4)))
-            manager.flush()
-        assert written_blocks(house, manager) == 4 * 17, "as many as had to go, and those that would be next"
-    with house.open(**options) as manager:
-        for tokens in prompts:
-            with manager.match(tokens) as hit:
-                assert hit.disk == hit.onboard(cache, range(4)) == 4, (
-                    "written at the latest when it was closed"
-                )
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,12 +81,8 @@ def test_an_engines_own_keys_name_its_blocks_and_keep_their_chain(house: House) 
         cache, target = new_cache(1), new_cache(2)
         assert manager.offload(EngineKeys(KEYS[:3]), cache, range(3)) == 3
         assert manager.offload(EngineKeys(KEYS[3:], parent=KEYS[2]), cache, range(3, 6)) == 3
-
-        def parents(space: Space) -> list[BlockKey | None]:
-            pool = space.host_pool
-            return [pool.parent_of(slot) for slot in pool.find_leading(KEYS)]
-
-        assert house.with_space(parents) == [None, *KEYS[:5]]
+        absent = EngineKeys(keys_of("y z"), parent=keys_of("x")[0])
+        assert manager.offload(absent, cache, range(2)) == 0, "behind a block that is nowhere"
         with manager.match(EngineKeys(KEYS)) as hit:
             assert (hit.blocks, hit.host) == (6, 6)
             assert hit.onboard(target, range(10, 16)) == 6

@@ -17,7 +17,8 @@ from kvbm.clock import monotonic
 from kvbm.layout import PAGE_BYTES
 from kvbm.library import staging
 from kvbm.library.staging import StagingOptions, open_staging
-from kvbm.testing.tier_contract import make_key
+from kvbm.testing.stored_runs import make_key
+from kvbm.tiers.contract import BlockHead
 from kvbm.tiers.disk.block_io import DirectRefused
 from kvbm.tiers.disk.page_sums import host_page_sums
 from kvbm.tiers.nixl import block_io
@@ -323,7 +324,7 @@ def test_copies_between_a_cache_and_slots_beside_it(device: torch.device) -> Non
 def test_a_tier_for_host_memory_takes_no_device_memory(tmp_path: Path) -> None:
     opened = open_staging(wanted(tmp_path, "off"), layout(), NAMESPACE, monotonic)
     arena = DeviceArena(layout(), 1, torch.device("cpu"))
-    outcome = opened.tier.submit_store(1, make_key(1), None, 0, arena.slot_views(0))  # type: ignore[arg-type]
+    outcome = opened.tier.submit_store(1, [BlockHead(make_key(1), None)], 0, arena.slot_views(0))  # type: ignore[arg-type]
     assert outcome is Outcome.PENDING
     assert opened.tier.drain(5.0)
     assert [completion.outcome for completion in opened.tier.poll()] == [Outcome.RETRY]

@@ -23,7 +23,6 @@ from kvbm.protocol import (
 )
 from rigs.announcing import answer, store, tokens
 from rigs.manager import KEYS, OTHER, Client, ManagerBench, refusal
-from rigs.resizing import come_back, operator, resize, sent_away
 
 Held = set[tuple[int, bytes]]
 HOST, DISK = int(Tier.HOST), int(Tier.DISK)
@@ -189,15 +188,6 @@ def test_blocks_on_disk_are_told_of_and_a_restart_tells_them_again(
     assert all(pool.evicted_count for pool in pools)
     held = {(int(pool.tier), key) for pool in pools for _, key in pool.resident()}
     manager.until(lambda: account.hear() == held)
-
-
-def test_another_size_of_memory_keeps_what_was_said(manager: ManagerBench) -> None:
-    leader, worker = manager.engine()
-    store(leader, 1, KEYS[:4])
-    assert resize(operator(manager), 32).carried == 4
-    sent_away(leader, worker)
-    leader, _ = come_back(manager)
-    assert Account(leader).hear() == in_tier(HOST, KEYS[:4])
 
 
 @pytest.mark.parametrize(

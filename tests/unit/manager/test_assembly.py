@@ -226,20 +226,6 @@ def test_what_was_written_is_set_against_what_was_hit(make_manager: MakeBench, b
     assert manager.metrics.value(name) == 2.0
 
 
-def test_disk_is_written_on_eviction_where_that_is_set(make_manager: MakeBench, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    settings = {"disk_blocks": 32, "disk_dir": str(disk), "disk_write": "eviction", "disk_admission": "all"}
-    manager = make_manager(**settings)
-    store(*manager.engine(), 1, KEYS[:6])
-    manager.step()
-    assert manager.space().disk.pool.counts().resident == 0
-    manager.open = False
-    manager.server.close(keep=True)
-    again = make_manager(**settings)
-    again.engine()
-    assert again.space().disk.pool.counts().resident == 6
-
-
 # ---- namespaces that nobody can name again
 
 

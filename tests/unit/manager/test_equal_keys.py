@@ -20,15 +20,8 @@ from kvbm.protocol import (
     Welcome,
 )
 from kvbm.testing.oracle import block_bytes
-from kvbm.testing.tier_contract import (
-    LAYOUT,
-    NAMESPACE,
-    OTHER_NAMESPACE,
-    BlockBuffers,
-    collect,
-    load,
-    make_key,
-)
+from kvbm.testing.stored_runs import LAYOUT, NAMESPACE, OTHER_NAMESPACE, RunMemory, collect, load, make_key
+from kvbm.tiers.contract import BlockHead
 from kvbm.tiers.disk.tier import open_disk_tier
 from rigs.manager import KEYS, OTHER, Client, ManagerBench
 
@@ -107,8 +100,8 @@ def test_bytes_of_another_namespace_under_the_same_key_are_never_believed(tmp_pa
     paths = []
     for number, (root, namespace) in enumerate(zip(roots, (NAMESPACE, OTHER_NAMESPACE), strict=True), 1):
         tier = open_disk_tier(root, LAYOUT, namespace, capacity_blocks=4)
-        views = BlockBuffers.of(make_key(number), LAYOUT).views
-        assert tier.submit_store(0, make_key(1), None, SlotIndex(1), views) is Outcome.PENDING
+        views = RunMemory.of([make_key(number)], LAYOUT).views
+        assert tier.submit_store(0, [BlockHead(make_key(1), None)], SlotIndex(1), views) is Outcome.PENDING
         assert collect(tier, 1)[0].outcome is Outcome.HIT
         assert tier.path is not None
         paths.append(tier.path)

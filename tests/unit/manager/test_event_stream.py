@@ -20,7 +20,6 @@ from kvbm.settings import Settings
 from rigs.announcing import answer, store
 from rigs.indexer import Held, Indexer
 from rigs.manager import KEYS, LAYOUT, NAMESPACE, OTHER, Client, ManagerBench
-from rigs.resizing import come_back, operator, resize, sent_away
 
 TOPIC, OTHERS = NAMESPACE.short, OTHER.short
 MEDIUMS = {Tier.HOST: "CPU", Tier.DISK: "STORAGE"}
@@ -222,21 +221,6 @@ def test_namespaces_have_topics_of_their_own(make: Make, wire: Wire) -> None:
     manager.until(lambda: everything.of(OTHERS) == one_only.of(OTHERS) == on_host(KEYS[:5]))
     assert everything.of(TOPIC) == on_host(KEYS[:3])
     assert list(one_only.held) == [OTHERS.encode()]
-
-
-def test_other_memory_is_told_anew(manager: ManagerBench, wire: Wire) -> None:
-    indexer = wire.subscribe()
-    leader, worker = manager.engine()
-    store(leader, 1, KEYS[:4])
-    store(leader, 2, KEYS[100:110])
-    manager.until(lambda: len(indexer.of(TOPIC)) == 14)
-    assert resize(operator(manager), 8).dropped
-    sent_away(leader, worker)
-    leader, _ = come_back(manager)
-    manager.until(lambda: indexer.of(TOPIC) == held(manager))
-    assert 0 < len(indexer.of(TOPIC)) <= 8
-    store(leader, 3, KEYS[200:203])
-    manager.until(lambda: indexer.of(TOPIC) == held(manager))
 
 
 def test_a_namespace_that_ends_is_forgotten(make: Make, wire: Wire) -> None:

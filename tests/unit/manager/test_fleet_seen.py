@@ -13,10 +13,9 @@ from kvbm.fleet.directory import Peer
 from kvbm.manager.gauges import publish_gauges
 from kvbm.remote_report import RemoteReport
 from kvbm.tiers.peers.tier import PeerTier
-from rigs.manager import LAYOUT, NAMESPACE, ManagerBench
+from rigs.manager import LAYOUT, NAMESPACE, ManagerBench, connect_operator
 from rigs.manager_probe import free_port
 from rigs.peers import FLEET, LendingNode, ListedPeers, keys_of, knows, open_tier, wait_until
-from rigs.resizing import operator
 
 
 class Seen:
@@ -27,7 +26,7 @@ class Seen:
         self.tiers: list[PeerTier] = []
         self.manager = ManagerBench(directory, peers=self._open)
         self.manager.engine()
-        self._admin = operator(self.manager)
+        self._admin = connect_operator(self.manager)
 
     def _open(self, *_: object) -> PeerTier:
         self.tiers.append(open_tier(self.listed, LAYOUT, NAMESPACE))

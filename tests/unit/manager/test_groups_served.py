@@ -22,8 +22,7 @@ from kvbm.groups import Group, GroupKind
 from kvbm.hashing import join_keys
 from kvbm.manager import requests
 from kvbm.protocol import Commit, Lookup, LookupReply, Release, Reserve, ReserveReply
-from rigs.manager import KEYS, LAYOUT, NAMESPACE, Client, ManagerBench, one, refusal
-from rigs.resizing import come_back, operator, resize, sent_away
+from rigs.manager import KEYS, LAYOUT, NAMESPACE, Client, ManagerBench, connect_operator, one, refusal
 
 GROUPS = (Group(), Group(kind=GroupKind.WINDOW, reach=2), Group(kind=GroupKind.STATE))
 GROUPING = Grouping(GROUPS)
@@ -80,7 +79,7 @@ def test_what_lacks_a_state_is_told(manager: ManagerBench) -> None:
 
 
 def test_why_tells_of_a_prompt_what_its_next_request_would_meet(manager: ManagerBench) -> None:
-    leader, admin = engine(manager), operator(manager)
+    leader, admin = engine(manager), connect_operator(manager)
     store(leader, 1, 4)
     store(leader, 2, 7, start=4, tail=False)
     admin.send(WhyPrompt(fingerprint=NAMESPACE.fingerprint.hex(), keys=join_keys(KEYS[:9])))
@@ -92,7 +91,7 @@ def test_why_tells_of_a_prompt_what_its_next_request_would_meet(manager: Manager
 
 
 def test_a_pin_holds_what_a_boundary_needs_and_no_more_than_it_may(manager: ManagerBench) -> None:
-    leader, admin = engine(manager), operator(manager)
+    leader, admin = engine(manager), connect_operator(manager)
     store(leader, 1, 4)
     store(leader, 2, 7, start=4, tail=False)
     store(leader, 3, 14, start=7)
@@ -136,18 +135,6 @@ def test_a_run_longer_than_one_turn_keeps_its_groups(
         group for group, _ in places
     ]
     assert [space.host_pool.is_tail(slot) for slot in reply.slots] == [False] * 6 + [True] * 3
-
-
-def test_another_size_of_memory_keeps_the_groups_of_blocks(manager: ManagerBench) -> None:
-    leader, worker = manager.engine(layout=HYBRID)
-    store(leader, 1, 6)
-    assert resize(operator(manager), 80).carried == 9
-    sent_away(leader, worker)
-    come_back(manager, layout=HYBRID)
-    pool, tail = manager.space().host_pool, GROUPING.keys(KEYS, GROUPING.tail(6))
-    found = {key: pool.is_tail(slot) for slot, key in pool.resident()}
-    chain = GROUPING.keys(KEYS, GROUPING.chain(0, 6))
-    assert found == dict.fromkeys(chain, False) | dict.fromkeys(tail, True)
 
 
 def test_another_layout_of_the_same_namespace_is_refused(manager: ManagerBench) -> None:

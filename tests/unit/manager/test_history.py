@@ -190,15 +190,6 @@ def test_without_a_filter_nothing_is_blamed_on_one(make: Callable[..., Bench]) -
     assert reason_of(fates(bench.space, bench.space.departed.missing(KEYS[:4]))) == "evicted"
 
 
-def test_refused_when_it_was_to_leave_host_memory(make: Callable[..., Bench]) -> None:
-    bench = make(host_slots=4, admission=DiskFilter(), on_eviction=True)
-    bench.store(KEYS[:4])
-    bench.store(KEYS[10:14])
-    bench.finish_all()
-    missing = bench.space.departed.missing(KEYS[:4])
-    assert reason_of(fates(bench.space, missing)) == "refused_by_filter"
-
-
 def test_evicted_from_disk_too(make: Callable[..., Bench]) -> None:
     bench = make(host_slots=4, disk_slots=4)
     for first in (0, 10, 20):

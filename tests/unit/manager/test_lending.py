@@ -232,29 +232,6 @@ def test_news_come_when_the_last_ones_are_sent(shop: Shop) -> None:
     assert os.eventfd_read(shop.lending.fileno())
 
 
-def test_another_size_of_memory_is_told_from_the_start(shop: Shop) -> None:
-    from kvbm.tiers.host import HostArena
-
-    reader = shop.enter()
-    shop.ask(reader, KEYS[:2])
-    part = reader.parts()[0]
-    space = shop.bench.space
-    shop.lending.request(TellMore(reader))
-    shop.turns()
-    reader.got.clear()
-    space.replace_host(space.new_host(HostArena(LAYOUT, 16, touch_threads=0)), 0)
-    for _ in range(4):
-        shop.lending.request(TellMore(reader))
-        shop.turns()
-    told = [each for each in reader.got if isinstance(each, Held)]
-    assert told[0].again and not any(each.came for each in told)
-    assert part.blocks[0] is not None
-    shop.lending.request(GiveBack(reader, part.lease))
-    shop.turns()
-    shop.bench.arena = space.arena
-    assert shop.leased == 0
-
-
 def late_clock() -> Callable[[], float]:
     """A clock that moves with each look at it: all work takes long."""
     now = count(start=100.0, step=0.002)

@@ -10,6 +10,7 @@ from kvbm.block import BlockKey
 from kvbm.groups import Group, GroupKind
 from kvbm.layout import BlockLayout
 from kvbm.manager.letting_go import EVERY_S, WAITED_S_MAX
+from kvbm.policy import DiskFilter
 from rigs.foresight import hears, metric, on_host, turn
 from rigs.space import KEYS, ME, OTHER, Bench
 
@@ -64,7 +65,7 @@ def test_leased_blocks_and_those_before_them_stay(roomy: Bench) -> None:
 
 
 def test_without_a_copy_on_disk_nothing_is_dropped(make: Callable[..., Bench]) -> None:
-    bench = make(host_slots=16, on_eviction=True)
+    bench = make(host_slots=16, admission=DiskFilter())
     turn(bench, KEYS[:4], [], session="a", demote=True)
     bench.clock.advance(WAITED_S_MAX + 1)
     bench.space.pump()

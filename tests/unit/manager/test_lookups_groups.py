@@ -176,9 +176,10 @@ def test_policies_hear_of_a_request_once_and_of_the_tails_that_it_wants(
 
 def test_what_is_taken_up_counts_as_used_on_disk(make: Callable[..., Bench]) -> None:
     admission = CountsHits()
-    bench = make(host_slots=64, disk_slots=64, layout=LAYOUT, admission=admission, on_eviction=True)
+    bench = make(host_slots=64, disk_slots=64, layout=LAYOUT, admission=admission)
     bench.store(CHAIN[:6])
     store_tail(bench, 4)
+    bench.finish_all()
     looked_up(bench, 8)
     bench.finish_all()
     assert admission.hits == [*CHAIN[:4], *GROUPING.keys(KEYS, GROUPING.tail(4))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import count
 
 import pytest
@@ -13,7 +13,6 @@ from kvbm.manager.offload import Offloader
 from kvbm.manager.pool import SlotPool
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll, LeafFirstLru, WriteBudget
-from kvbm.policy.departures import Departures
 from kvbm.tiers.contract import BlockEnd, Completion
 
 SKIPPED = "kvbm_skipped_offloads_total"
@@ -57,9 +56,8 @@ class Writer:
 class Rig:
     """Host memory and disk of a few slots, and the queue between them."""
 
-    def __init__(self, on_eviction: bool = False, limit: int = 8, budget: bool = False) -> None:
-        policy = Departures(LeafFirstLru(4), 4) if on_eviction else LeafFirstLru(4)
-        self.host: SlotPool[int] = SlotPool(Tier.HOST, 4, policy, keeps_parents=True)
+    def __init__(self, limit: int = 8, budget: bool = False) -> None:
+        self.host: SlotPool[int] = SlotPool(Tier.HOST, 4, LeafFirstLru(4))
         self.disk: SlotPool[int] = SlotPool(Tier.DISK, 16, LeafFirstLru(16))
         self.writer = Writer(limit)
         self.metrics = Metrics()
@@ -73,10 +71,7 @@ class Rig:
             self.clock,
             count(1),
             in_flight_max=8,
-            on_write_ended=policy.write_ended if isinstance(policy, Departures) else None,
         )
-        if isinstance(policy, Departures):
-            policy.attach(self.host, self.offloader)
 
     def store(self, *keys: int, parent: int | None = None) -> None:
         """A chain comes into host memory."""
@@ -105,7 +100,7 @@ def test_blocks_are_written_as_they_come_and_found_once_they_are_written() -> No
     assert rig.offloader.queued_count == 1, "what is on disk, or on its way, is not queued again"
     rig.writer.finish(rig.offloader)
     assert rig.offloader.queued_count == rig.host.counts().leased == 0
-    assert not rig.offloader.completed(Completion(job_id=99, outcome=Outcome.HIT))
+    assert not rig.offloader.completed(Completion(job_id=99, outcome=Outcome.HIT, blocks=()))
 
 
 @pytest.mark.parametrize("budget", [False, True])
@@ -134,22 +129,6 @@ def test_a_write_that_fails_leaves_no_block_on_disk(fault: str, reason: str) -> 
     failures = rig.metrics.value("kvbm_failures_total", tier="disk", kind="io")
     assert failures == (0 if reason else 1)
     assert not reason or rig.metrics.value(SKIPPED, reason=reason) == 1
-
-
-def test_on_eviction_victims_are_written_with_the_blocks_before_them() -> None:
-    rig = Rig(on_eviction=True)
-    rig.store(0, 1, 2)
-    assert rig.writer.writing == {}
-    rig.store(10, 11)
-    rig.offloader.pump()
-    assert list(rig.writer.writing.values()) == [(0, None), (1, 0)], (
-        "the last of the chain made room unwritten"
-    )
-    while rig.writer.writing:
-        rig.writer.finish(rig.offloader)
-    assert rig.disk.find(1) is not None
-    assert rig.host.find(2) is None
-    assert rig.metrics.value(SKIPPED, reason="evicted") == 1
 
 
 def test_a_chain_is_written_in_runs() -> None:
@@ -266,27 +245,3 @@ def test_a_block_that_was_evicted_before_it_was_offered_is_counted() -> None:
     rig.offloader.used([8], None)
     assert rig.metrics.value(SKIPPED, reason="evicted") == 1, "it may have been on the device alone"
     assert rig.offloader.queued_count == 0
-
-
-@pytest.mark.parametrize("knows", [True, False])
-def test_the_policy_behind_departures_hears_of_tails(knows: bool) -> None:
-    told: list[tuple[str, tuple[int, ...]]] = []
-
-    class Inner(LeafFirstLru):
-        def inserted(self, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float) -> None:
-            told.append(("chain", tuple(slots)))
-            super().inserted(keys, slots, parent, now_s)
-
-    class KnowsTails(Inner):
-        def inserted_tail(
-            self, keys: Sequence[Hashable], slots: Sequence[int], parent: int, now_s: float
-        ) -> None:
-            told.append(("tail", tuple(slots)))
-            LeafFirstLru.inserted(self, keys, slots, parent, now_s)
-
-    departures = Departures(KnowsTails(4) if knows else Inner(4), 4)
-    rig = Rig(on_eviction=True)
-    departures.attach(rig.host, rig.offloader)
-    departures.inserted((1,), (0,), -1, 0.0)
-    departures.inserted_tail((2,), (1,), 0, 0.0)
-    assert told == [("chain", (0,)), ("tail" if knows else "chain", (1,))]

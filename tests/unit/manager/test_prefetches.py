@@ -1,4 +1,4 @@
-"""Prefetches and sessions over the manager's socket: verdicts in replies, operators, a resize, a restart."""
+"""Prefetches and sessions over the manager's socket: verdicts in replies, operators, a restart."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from kvbm.hints import tenant_digest
 from kvbm.manager.leases import PREFETCHES
 from kvbm.protocol import Finished, Release, Reset, ResetReply
 from rigs.fake_tier import FakeMedium, FakeTier
-from rigs.manager import KEYS, NAMESPACE, Client, ManagerBench, refusal, store
-from rigs.resizing import come_back, operator, resize, sent_away
+from rigs.manager import KEYS, NAMESPACE, Client, ManagerBench, connect_operator, refusal, store
 
 FINGERPRINT = NAMESPACE.fingerprint.hex()
 SALT = "a secret"
@@ -80,7 +79,7 @@ def test_the_reply_has_what_the_manager_decided_and_it_counts_once(
 
 def test_an_operator_brings_a_session_up(manager: ManagerBench, below: FakeTier) -> None:
     known(manager, below)
-    admin = operator(manager)
+    admin = connect_operator(manager)
 
     def prefetch(session: str, tenant: str) -> Prefetched:
         admin.send(Prefetch(fingerprint=FINGERPRINT, session=session, tenant=tenant))
@@ -113,7 +112,7 @@ def test_an_operators_prefetch_waits_for_engines_and_is_clipped(
     store(leader, worker, 2, KEYS[100:104])
     only_on_disk(manager, below, leader)
     leader.lookup(3, KEYS[100:104])
-    admin = operator(manager)
+    admin = connect_operator(manager)
     admin.send(Pin(fingerprint=FINGERPRINT, keys=join_keys(KEYS[:12]), seconds=0.0))
     found = admin.expect(Pinned)
     assert (found.blocks, found.ready, found.blocks_max) == (8, 0, 8), "a quarter of host memory"
@@ -130,29 +129,11 @@ def test_an_operators_prefetch_waits_for_engines_and_is_clipped(
 def test_a_prefetch_is_no_request(manager: ManagerBench, below: FakeTier) -> None:
     known(manager, below)
     asked = manager.metrics.value("kvbm_queried_blocks_total")
-    admin = operator(manager)
+    admin = connect_operator(manager)
     admin.send(Pin(fingerprint=FINGERPRINT, keys=join_keys(KEYS[:4]), seconds=0.0))
     admin.expect(Pinned)
     assert arrive(manager, below) == 4
     assert manager.metrics.value("kvbm_queried_blocks_total") == asked
-
-
-def test_sessions_outlive_another_size_of_host_memory(manager: ManagerBench, below: FakeTier) -> None:
-    leader, worker = known(manager, below)
-    request(leader, 2, KEYS[:4], session="s", expect_s=10.0)
-    leader.send(Finished(key=KEYS[3]))
-    only_on_disk(manager, below, leader)
-    manager.tick(5.5)  # a piece is being read in the memory that goes
-    (piece,) = manager.space().leases.of(PREFETCHES)
-    assert not piece.ready
-    assert resize(operator(manager), 64).slots == 64
-    sent_away(leader, worker)
-    leader, _ = come_back(manager)
-    assert arrive(manager, below) == 0
-    assert manager.space().foresight.prefetching.coming == 0
-    assert request(leader, 3, KEYS[:1], session="s", prefetch=True) == ()
-    assert arrive(manager, below) == 4
-    assert manager.space().foresight.prefetching.blocks_max == 16
 
 
 def test_after_a_restart_nothing_is_known_and_nothing_is_lost(

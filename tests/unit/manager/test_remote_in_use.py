@@ -12,7 +12,7 @@ from kvbm.manager.write_behind import RemoteRules
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll
 from kvbm.testing.oracle import block_bytes
-from kvbm.testing.tier_contract import LAYOUT
+from kvbm.testing.stored_runs import LAYOUT
 from kvbm.tiers.host import HostArena
 from kvbm.tiers.remote.blob_tier import BlobTier
 from kvbm.tiers.remote.contract import NOWHERE

@@ -67,20 +67,23 @@ def test_what_is_retained_stays_while_others_may_go(
     assert reply.verdicts == (ACCEPTED,)
     assert hints(manager) == {("accepted", "none"): 1}
     store(leader, 2, KEYS[:4])
-    for number in range(6):
-        manager.clock.advance(5.0)
-        part = OTHER[number * 12 : number * 12 + 12]
-        for times in range(3):  # the newcomers are worth something to any policy
-            ask(leader, 100 + 10 * number + times, part)
-        store(leader, 10 + number, part)
+    flood(manager, leader, range(6))
     assert len(ask(leader, 3, KEYS[:4]).slots) == 4
     assert manager.metrics.value("kvbm_evicted_retained_blocks_total", tier="host") == 0
     manager.tick(60.0)
     assert manager.metrics.value("kvbm_spared_blocks_total", tier="host", favour="retention") > 0
-    space = manager.space()
-    space.host_pool.withhold(16, manager.clock())
-    space.host_pool.withhold(16, manager.clock())
-    assert space.host_pool.find(KEYS[0]) is None, "its time is over"
+    flood(manager, leader, range(6, 18))
+    assert manager.space().host_pool.find(KEYS[0]) is None, "its time is over"
+
+
+def flood(manager: ManagerBench, leader: Client, numbers: range) -> None:
+    """Prompts of others, each asked for often enough to be worth something to any policy."""
+    for number in numbers:
+        manager.clock.advance(5.0)
+        part = OTHER[number * 12 : number * 12 + 12]
+        for times in range(3):
+            ask(leader, 100 + 10 * number + times, part)
+        store(leader, 10 + number, part)
 
 
 def test_a_quarter_of_the_tier_can_be_retained(make_manager: Callable[..., ManagerBench]) -> None:

@@ -18,7 +18,6 @@ from kvbm.policy.shares import ACTIVE_S, OTHERS, TENANTS_MAX, Shares
 from kvbm.protocol import PROTOCOL_VERSION, Commit, Hello, Release, Reserve, ReserveReply, Welcome
 from rigs.fake_tier import FakeTier
 from rigs.manager import Client, ManagerBench
-from rigs.resizing import come_back, operator, resize, sent_away
 from rigs.space import Bench
 
 
@@ -140,30 +139,8 @@ def test_the_disk_is_shared_too(make_manager: Callable[..., ManagerBench], below
     assert labels == {"quiet", "loud"}
 
 
-def test_victims_set_aside_are_taken_back(make: Callable[..., Bench]) -> None:
-    """Where disk is written on eviction, blocks are chosen ahead of need: not those of who holds too little."""
-    bench = make(host_slots=32, disk_slots=64, on_eviction=True)
-    space = bench.space
-    for tenant in ("quiet", "loud"):
-        space.host_pool.requested(chain(9), bench.clock(), tenant=tenant)
-    bench.store(chain(1), tenant="quiet")
-    bench.clock.advance(1.0)
-    for prompt in range(100, 140):
-        bench.store(chain(2, prompt), tenant="loud")
-        bench.finish_all()
-        bench.clock.advance(1.0)
-        space.check()
-    assert held(space.host_pool, 1) == 4
-    assert space.disk is not None
-    assert held(space.disk.pool, 1) == 0
-    assert space.disk.departures is not None
-    assert not {*space.disk.departures.writing, *space.disk.departures.ready} & {
-        space.host_pool.find(key) for key in chain(1)
-    }
-
-
 def test_stores_without_a_name_belong_to_whom_they_continue(make: Callable[..., Bench]) -> None:
-    """Lazy offloading does not know the salts of what it stores."""
+    """Programs that use the library need not name a salt where they store."""
     bench = make(host_slots=32)
     keys = chain(1, blocks=8)
     bench.store(chain(2), tenant="other")
@@ -181,32 +158,6 @@ def test_after_a_restart_blocks_belong_to_who_asks_for_them() -> None:
     pool.requested(keys[:2], 1.0, tenant="one")
     assert [pool.favouring.tenant_of(slot) for slot in range(4)] == ["one", "one", None, None]
     pool.check()
-
-
-def test_another_size_of_host_memory_keeps_shares_and_what_is_retained(
-    make_manager: Callable[..., ManagerBench],
-) -> None:
-    manager = make_manager(eviction="lru", host_blocks=32)
-    leader, worker = manager.engine()
-    quiet, loud = Tenant(leader, 1, "quiet"), Tenant(leader, 2, "loud")
-    quiet.ask(0)
-    quiet.store(0)
-    loud.ask(0)
-    loud.store(0)
-    leader.lookup(9999, chain(1), tenant="quiet", hint={"retain": [{"end": 8, "min_ttl": 600}]})
-    leader.send(Release(lookup=9999))
-    manager.step()
-    assert not resize(operator(manager), 24).refusal
-    sent_away(leader, worker)
-    leader, _ = come_back(manager)
-    pool = manager.space().host_pool
-    assert pool.slot_count == 24
-    assert pool.favouring.retained_count == 2
-    assert pool.favouring.tenant_counts == (2, 2)
-    assert {pool.favouring.tenant_of(slot) for slot, _ in pool.resident()} == {"quiet", "loud"}
-    loud.leader = quiet.leader = leader
-    flood(manager, loud, 10)
-    assert quiet.ask(0) == 4
 
 
 def test_operators_status_says_how_many_salts_there_are(make_manager: Callable[..., ManagerBench]) -> None:

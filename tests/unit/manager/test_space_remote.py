@@ -9,7 +9,6 @@ import pytest
 from kvbm.block import Tier
 from kvbm.manager.write_behind import RemoteRules
 from kvbm.policy import make_admission
-from kvbm.tiers.host import HostArena
 from rigs.fake_remote import FakeStore
 from rigs.remote import RemoteBench
 from rigs.space import KEYS, LAYOUT, ME, OTHER
@@ -243,24 +242,6 @@ def test_blocks_are_sealed_for_their_tenant(node: Callable[..., RemoteBench], st
     a = node(sealed=True)
     a.shares(KEYS[:2], tenant="ann")
     assert {block.tenant for block in store.blocks.values()} == {"ann"}
-
-
-def test_memory_of_another_size_takes_the_queues_along(node: Callable[..., RemoteBench]) -> None:
-    a, b = node(), node()
-    a.shares(KEYS[:4])
-    b.remote.learn(KEYS[:4])
-    lease = b.look(1, KEYS[:4])
-    assert lease is not None
-    host = b.space.new_host(HostArena(LAYOUT, 16, touch_threads=0))
-    b.space.replace_host(host, 0)
-    assert b.space.below.moving_out, "a read still writes to the memory before"
-    b.settle()
-    assert not b.space.below.moving_out
-    b.arena = host.arena
-    lease = b.look(2, KEYS[:4])
-    assert lease is not None
-    b.settle()
-    assert (lease.ready, b.right(lease)) == (4, True)
 
 
 def test_what_waits_is_written_at_the_end(store: FakeStore) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
 import pytest
 
 from kvbm.block import Outcome, SlotIndex
@@ -13,6 +12,7 @@ from kvbm.manager.disk_side import HEAL_INTERVAL_S
 from kvbm.manager.space import Space
 from kvbm.policy import AdmitAll
 from kvbm.protocol import HELD, REFUSED
+from kvbm.tiers.contract import BlockEnd, BlockHead, Completion
 from kvbm.tiers.host import HostArena
 from rigs.fake_tier import FakeTier
 from rigs.space import KEYS, LAYOUT, ME, OTHER, Bench
@@ -47,7 +47,7 @@ def test_a_store_that_finds_no_room_is_no_failure(bench: Bench, monkeypatch: pyt
     monkeypatch.setattr(
         bench.tier,
         "poll",
-        lambda: [msgspec.structs.replace(each, outcome=Outcome.RETRY) for each in genuine()],
+        lambda: [Completion.of(each.job_id, [BlockEnd(Outcome.RETRY)], 0) for each in genuine()],
     )
     bench.store(KEYS[:2])
     bench.finish_all()
@@ -148,7 +148,7 @@ def test_a_recovered_block_that_names_itself_as_parent_can_still_go(make: Callab
     bench.space.host_pool.commit(bench.space.host_pool.reserve(KEYS[0], None, 0.0))  # type: ignore[arg-type]
     assert bench.space.disk is not None
     views = bench.arena.slot_views(0)
-    bench.tier.submit_store(1, KEYS[0], KEYS[0], SlotIndex(0), views)
+    bench.tier.submit_store(1, [BlockHead(KEYS[0], KEYS[0])], SlotIndex(0), views)
     bench.tier.release()
     bench.tier.poll()
     bench.tier.break_down()

@@ -19,7 +19,6 @@ FIELDS = {
     "eviction": "eviction",
     "disk_admission": "disk_admission",
     "disk_write_budget": "disk_write_budget_bytes",
-    "disk_write": "disk_write",
     "staging": "staging_bytes",
 }
 """Arguments of `BlockManager` that say what a setting says."""

@@ -20,9 +20,7 @@ from kvbm.protocol import Hello
 from kvbm.settings import SCHEMA, Settings
 from kvbm.tiers.disk.syscalls import Syscalls
 from rigs.checkout import ROOT
-from rigs.huge_pages import REFUSED, WANTED, advice, advised, needs_huge_pages
 from rigs.manager import KEYS, LAYOUT, ManagerBench, store
-from rigs.resizing import operator, resize, sent_away
 
 MakeBench = Callable[..., ManagerBench]
 
@@ -176,19 +174,6 @@ def test_huge_pages_of_a_rank(
 
     monkeypatch.setattr(worker_side, "Mover", lambda finder, hello, map_arena: map_arena)
     assert rank(huge_pages=wanted)[0].keywords["huge_pages"] is wanted
-
-
-@needs_huge_pages
-@pytest.mark.parametrize(("wanted", "asked"), [(True, WANTED), (False, REFUSED)])
-def test_huge_pages_of_memory_of_another_size(make_bench: MakeBench, wanted: bool, asked: str) -> None:
-    left, bench = advised(), make_bench(huge_pages=wanted)
-    leader, worker = bench.engine()
-    assert advice(besides=left) == {asked}
-    resize(operator(bench), 24)
-    sent_away(leader, worker)
-    bench.tick()
-    assert bench.space().arena.slot_count == 24
-    assert advice(besides=left) == {asked}
 
 
 @pytest.mark.parametrize("seconds", [7, 1800])

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvbm import numa, pages
+from kvbm import numa
 from kvbm.errors import ManagerUntrusted, SettingsError
 from kvbm.layout import BlockLayout
 from kvbm.tiers import host
@@ -42,23 +42,6 @@ def test_every_shard_has_its_own_bytes(arena: HostArena) -> None:
     for slot in range(4):
         for shard, view in enumerate(arena.slot_views(slot)):
             assert set(view) == {16 * slot + shard}
-
-
-def test_slots_that_are_discarded_take_no_bytes_of_others_with_them(
-    arena: HostArena, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a page holds several slots: it stays as long as one of them does."""
-    for view in arena.slot_views(0, 4):
-        view[:] = b"x" * len(view)
-    with monkeypatch.context() as patch:
-        patch.setattr(pages, "MEMORY_PAGE_BYTES", 1 << 30)
-        arena.discard([1, 2])
-    assert all(set(view) == {ord("x")} for view in arena.slot_views(0, 4))
-    arena.discard([1, 2])
-    for view in arena.slot_views(0, 4):
-        kept, gone, end = bytes(view[:8192]), bytes(view[8192 : 3 * 8192]), bytes(view[3 * 8192 :])
-        assert (set(kept), set(end)) == ({ord("x")}, {ord("x")})
-        assert set(gone) == {0} or pages.MEMORY_PAGE_BYTES > 8192
 
 
 def test_a_worker_sees_the_same_bytes_and_generations(arena: HostArena) -> None:

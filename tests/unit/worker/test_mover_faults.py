@@ -16,7 +16,7 @@ from kvbm.errors import KvbmError
 from kvbm.protocol import Commit, Ready
 from kvbm.step_plan import LoadPlan, StepPlan, StepReport, StorePlan
 from kvbm.worker import mover as mover_module
-from kvbm.worker.jobs import StoreJob
+from kvbm.worker.jobs import FinishedLoad, StoreJob
 from kvbm.worker.mapping import Mapping
 from rigs.fake_tier import FakeTier
 from rigs.manager import DEADLINE_S, ManagerBench
@@ -238,6 +238,29 @@ def test_it_comes_back_by_itself_and_old_plans_mean_nothing(rank: Rank) -> None:
     plan = rank.lookup(3)
     assert rank.run_load(plan).failed == ()
     rank.judge(plan, ())
+
+
+def test_an_engine_that_cannot_be_told_of_a_failure_loads_from_the_memory_of_its_promise(
+    make_rank: Callable[..., Rank],
+) -> None:
+    """It was promised blocks by one life of the manager, and they are loaded in the next one."""
+    rank = make_rank(reports=True)
+    rank.put_in(10)
+    plan = rank.lookup(10)
+    rank.stop_manager()
+    rank.start_manager()
+    for block in plan.device_blocks:
+        rank.paint(block, -1.0)
+    done = load_now(rank, plan)
+    assert [load.failed for load in done] == [()]
+    rank.judge(plan, ())
+    rank.mover._earlier.close()
+    (late,) = load_now(rank, plan, timeout_s=0.01)
+    assert late.failed == plan.device_blocks, "its time is over"
+
+
+def load_now(rank: Rank, plan: LoadPlan, timeout_s: float = 20.0) -> list[FinishedLoad]:
+    return rank.worker.load_now(StepPlan(loads=(plan,)), timeout_s)
 
 
 def test_jobs_marked_for_an_earlier_mapping_do_not_run_on_a_later_one(rank: Rank) -> None:

@@ -88,12 +88,6 @@ class ResetBody(Given, frozen=True, kw_only=True):
     tier: Literal["G2", "G3", "all"]
 
 
-class ResizeBody(Given, frozen=True, kw_only=True):
-    """The new size of the host tier, in bytes."""
-
-    host_bytes: Annotated[int, Meta(ge=1, le=BYTES_MAX)]
-
-
 class PromptBody(Given, frozen=True, kw_only=True):
     """A prompt."""
 
@@ -241,21 +235,6 @@ class ResetDone(msgspec.Struct, frozen=True, kw_only=True):
 
     manager: str
     tiers: dict[str, ResetReply]
-
-
-class ResizeDone(msgspec.Struct, frozen=True, kw_only=True):
-    """Host memory had `before_bytes` and has `after_bytes` now, for `slots` blocks; with 0 slots it is what the first
-    engine will find. Of `blocks_before` blocks, `carried` are still there. `pins_ended` did not fit any more."""
-
-    manager: str
-    before_bytes: int
-    after_bytes: int
-    blocks_before: int
-    carried: int
-    dropped: int
-    pins_ended: int
-    slots: int
-    seconds: float
 
 
 class PinDone(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,8 +26,6 @@ from kvbm.admin_protocol import (
     Pinned,
     Prefetch,
     Prefetched,
-    Resize,
-    Resized,
     Snapshot,
     SnapshotReply,
     SpaceReport,
@@ -40,7 +38,6 @@ from kvbm.cli import why
 from kvbm.cli.inspect import queue_row
 from kvbm.cli.managers import SLOT_TIERS, choose_space, parse_tier
 from kvbm.cli.prompts import candidates, held_chain
-from kvbm.cli.resize import RESIZE_S_MAX
 from kvbm.cli.status import ManagerStatus, faults_of
 from kvbm.cli.web import documents as doc
 from kvbm.cli.web.troubles import Denied
@@ -212,14 +209,6 @@ def _reset(gate: ManagerGate, given: doc.ResetBody) -> doc.ResetDone:
         return doc.ResetDone(manager=admin.socket_path, tiers=results)
 
 
-def _resize(gate: ManagerGate, given: doc.ResizeBody) -> doc.ResizeDone:
-    with gate.aside() as admin:
-        reply = admin.ask(Resize(host_bytes=given.host_bytes), Resized, RESIZE_S_MAX)
-    if reply.refusal:
-        raise ManagerRefused(reply.refusal)
-    return msgspec.convert({**msgspec.structs.asdict(reply), "manager": admin.socket_path}, doc.ResizeDone)
-
-
 def _pin(gate: ManagerGate, given: doc.PinBody) -> doc.PinDone:
     seconds = given.hours * 3600
     reply, asked = _hold(gate, given, seconds)
@@ -308,7 +297,6 @@ OPERATIONS: tuple[Operation, ...] = (
     _get("/api/queues", "What is under way", doc.Nothing, doc.Queues, _queues),
     _post("/api/why-prompt", "Why a prompt would match no further", doc.PromptBody, doc.RequestFound, _why_prompt),
     _post("/api/reset", "Drop the blocks of a tier that are not in use", doc.ResetBody, doc.ResetDone, _reset),
-    _post("/api/resize", "Another size for host memory", doc.ResizeBody, doc.ResizeDone, _resize, RESIZE_S_MAX),
     _post("/api/pin", "Keep a prompt's blocks in host memory", doc.PinBody, doc.PinDone, _pin),
     _post("/api/prefetch", "Bring a prompt's or session's blocks to host memory; also at /prefetch", doc.PrefetchBody,
           doc.PrefetchDone, _prefetch, also="/prefetch"),

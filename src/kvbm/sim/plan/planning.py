@@ -114,7 +114,7 @@ class Question:
             reading=self.reading,
             model=self.model,
             sample=self.sample,
-            rules=[self.rules],
+            rules=self.rules,
         ).check()
         if self.bounds.host_bytes == 0 and (self.target.most_s is not None or self.bounds.disk_bytes == 0):
             raise SettingsError(

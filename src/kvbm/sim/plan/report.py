@@ -108,8 +108,6 @@ def _settings(answer: Answer, chosen: Candidate) -> list[str]:
     if chosen.disk_bytes and not chosen.staged:
         if rules.admission != usual.admission:
             settings.append(f"{variable('disk_admission')}={rules.admission}")
-        if rules.write != usual.write:
-            settings.append(f"{variable('disk_write')}={rules.write}")
         if rules.budget_bytes_per_day is not None:
             settings.append(f"{variable('disk_write_budget_bytes')}={rules.budget_bytes_per_day}")
     return settings

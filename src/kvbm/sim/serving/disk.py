@@ -14,40 +14,28 @@ from kvbm.block import Outcome, SlotIndex
 from kvbm.errors import SettingsError
 from kvbm.manager.offload import Offloader
 from kvbm.observe.metrics import Metrics
-from kvbm.policy import AdmissionPolicy, EvictionPolicy, WriteBudget, admission_policies, make_admission
+from kvbm.policy import AdmissionPolicy, WriteBudget, admission_policies, make_admission
 from kvbm.policy.admission.write_budget import BLOCKS_PER_DAY_MIN
-from kvbm.policy.departures import Departures
 from kvbm.settings import Settings
 from kvbm.sim.serving.events import Events
 from kvbm.sim.serving.machine import Link
 from kvbm.sim.serving.tier import SimulatedTier
-from kvbm.tiers.contract import Completion
+from kvbm.tiers.contract import BlockEnd, Completion
 
 WRITES_IN_FLIGHT_MAX = Settings().max_concurrent_transfers * Settings().max_transfer_batch_size
-WRITES = ("through", "eviction")
-"""When blocks are offered to disk, by the names that the manager's settings have for it."""
-_ADVANCES = 16
-"""`Departures` sets one batch of blocks aside at a time; the manager calls it hundreds of times a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskRules:
-    """Which blocks are written to disk, when, and how many bytes a day: the settings of the manager."""
+    """Which blocks are written to disk, and how many bytes a day: the settings of the manager."""
 
     admission: str = "filter"
-    write: str = WRITES[0]
     budget_bytes_per_day: int | None = None
 
     def check(self) -> None:
         """`SettingsError` for unknown names."""
         if self.admission not in (known := admission_policies()):
             raise SettingsError("--admission", self.admission, f"one of {', '.join(known)}")
-        if self.write not in WRITES:
-            raise SettingsError("--write", self.write, f"one of {', '.join(WRITES)}")
-
-    def host_policy(self, policy: EvictionPolicy, slot_count: int) -> EvictionPolicy:
-        """The eviction policy of host memory of so many slots above a disk."""
-        return policy if self.write == WRITES[0] else Departures(policy, slot_count)
 
     def admission_policy(self, slot_count: int, block_bytes: int) -> AdmissionPolicy:
         """The admission policy of a disk of so many slots. `SettingsError` where it cannot be made."""
@@ -65,10 +53,7 @@ class DiskRules:
 
 
 class SimulatedDisk:
-    """A disk below host memory: the manager's queue of blocks to be written, over a link in simulated time.
-
-    Blocks are written through; or on eviction, where the policy of host memory is `Departures`.
-    """
+    """A disk below host memory: the manager's queue of blocks to be written, over a link in simulated time."""
 
     fault = ""
     run_blocks_max = 1
@@ -90,7 +75,6 @@ class SimulatedDisk:
         self._block_bytes = block_bytes
         self._events = events
         self._metrics = Metrics()
-        self._departures = host.policy if isinstance(host.policy, Departures) else None
         self._offloader: Offloader[int] = Offloader(
             host,
             pool,
@@ -100,10 +84,7 @@ class SimulatedDisk:
             lambda: events.now_s,
             count(1),
             in_flight_max,
-            on_write_ended=self._departures.write_ended if self._departures is not None else None,
         )
-        if self._departures is not None:
-            self._departures.attach(host, self._offloader)
 
     @property
     def queued_count(self) -> int:
@@ -123,12 +104,12 @@ class SimulatedDisk:
         stored = [i for i in range(start, len(blocks)) if self._host.holds(blocks[i])]
         parents = [blocks[i - 1] if i else None for i in stored]
         self._offloader.committed([blocks[i] for i in stored], parents)
-        self._advance(_ADVANCES)
+        self._advance()
 
     def used(self, blocks: Sequence[int], stop: int) -> None:
         """The first `stop` blocks of a chain, which are cached, were asked for again."""
         self._offloader.used(blocks[:stop], None)
-        self._advance(_ADVANCES)
+        self._advance()
 
     def write_run(
         self, job_id: int, keys: Sequence[int], parent: int | None, source: SlotIndex, target: SlotIndex
@@ -138,13 +119,10 @@ class SimulatedDisk:
         return Outcome.PENDING
 
     def _written(self, now_s: float, job_id: int) -> None:
-        written = Completion(job_id=job_id, outcome=Outcome.HIT, bytes_moved=self._block_bytes)
+        written = Completion.of(job_id, [BlockEnd(Outcome.HIT)], self._block_bytes)
         self._offloader.completed(written)
-        self._advance(1)
+        self._advance()
 
-    def _advance(self, times: int) -> None:
-        if self._departures is not None:
-            for _ in range(times):
-                self._departures.advance(self._events.now_s)
+    def _advance(self) -> None:
         while self._offloader.pump():
             pass

@@ -32,7 +32,7 @@ class SimulatedTier(SlotPool[int]):
         on_evicted: BlocksChanged | None = None,
     ) -> None:
         on_emptied = None if on_evicted is None else lambda slots, blocks, was_resident: on_evicted(blocks)
-        super().__init__(Tier.HOST, slot_count, policy, on_emptied, keeps_parents=insist)
+        super().__init__(Tier.HOST, slot_count, policy, on_emptied)
         self.insist = insist
         self.inserted_count = 0
         self._on_stored = on_stored

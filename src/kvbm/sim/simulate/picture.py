@@ -8,7 +8,6 @@ from typing import Any
 
 from kvbm.present.axes import FAINT, STYLE, find_pyplot, plain_axes, save_figure
 from kvbm.sim.replay import optimum
-from kvbm.sim.serving.disk import WRITES
 from kvbm.sim.simulate.report import Curve, Document, TraceFacts
 from kvbm.sim.simulate.study import BASELINE, HitRow, TimeRow, averaged, label
 
@@ -131,8 +130,7 @@ def _times_panel(axes: Any, document: Document, trace: TraceFacts) -> None:
 
 
 def _setup_words(row: TimeRow) -> str:
-    write = f"on {row.write}" if row.write not in ("", WRITES[0]) else ""
-    return " · ".join(part for part in (label(row), row.host, row.disk, write) if part) or "no cache"
+    return " · ".join(part for part in (label(row), row.host, row.disk) if part) or "no cache"
 
 
 def _policies(rows: Sequence[HitRow]) -> list[str]:

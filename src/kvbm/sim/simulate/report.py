@@ -11,7 +11,6 @@ from rich.text import Text
 from kvbm.present.numbers import column_bytes, format_seconds
 from kvbm.present.tables import plain_table, title_line
 from kvbm.sim.replay import optimum
-from kvbm.sim.serving.disk import WRITES
 from kvbm.sim.serving.hybrid import HybridModel
 from kvbm.sim.simulate.study import HitRow, TimeRow, averaged, label, spread
 from kvbm.sim.traces.trace import Trace
@@ -133,8 +132,7 @@ def _hits(traces: Sequence[TraceFacts], rows: Sequence[HitRow]) -> RenderableTyp
 
 
 def _times(traces: Sequence[TraceFacts], rows: Sequence[TimeRow]) -> RenderableType:
-    on_eviction = any(row.write not in ("", WRITES[0]) for row in rows)
-    names = ["host", "disk", "policy", *(["write"] if on_eviction else [])]
+    names = ["host", "disk", "policy"]
     headings = [
         "host\nhits",
         "disk\nhits",
@@ -151,7 +149,6 @@ def _times(traces: Sequence[TraceFacts], rows: Sequence[TimeRow]) -> RenderableT
     without_s = next((row.ttft_mean_s for row in means if not row.host_blocks), None)
     for row in means:
         cells = [row.host or "no cache", row.disk or "-", label(row) or "-"]
-        cells += [row.write or "-"] if on_eviction else []
         cells += [f"{row.host_hit_rate:.1%}", f"{row.disk_hit_rate:.1%}"]
         cells += map(format_seconds, (row.ttft_mean_s, row.ttft_p50_s, row.ttft_p90_s, row.ttft_p99_s))
         cells.append(f"{without_s / row.ttft_mean_s:.2f} ×" if without_s and row.ttft_mean_s else "")

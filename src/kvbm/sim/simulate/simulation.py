@@ -38,7 +38,7 @@ class Simulation:
     """Traces × seeds × policies × sizes. With a machine (its `block_bytes` set per trace) times, else hit rates.
 
     `model` stands in place of `bytes_per_token` where a model has several groups.
-    With `halves` each trace is two: see `sim.traces.halves`. `rules` are ways to get blocks onto the disks, to compare.
+    With `halves` each trace is two: see `sim.traces.halves`. `rules` are those of the disks.
     `hints` are what clients say, to compare: a policy that listens is run with each of them (None: without any).
     """
 
@@ -54,7 +54,7 @@ class Simulation:
     halves: bool = False
     curve: bool = False
     machine: Machine | None = None
-    rules: list[DiskRules] = field(default_factory=lambda: [DiskRules()])
+    rules: DiskRules = field(default_factory=DiskRules)
     closed_loop: bool = True
     hints: list[Kind | None] = field(default_factory=lambda: [None])
 
@@ -68,8 +68,7 @@ class Simulation:
         ):
             if not 0.0 < value < float("inf"):
                 raise SettingsError(option, value, "a number above 0")
-        for rules in self.rules:
-            rules.check()
+        self.rules.check()
         if self.model is not None:
             self._check_groups(self.model)
         if self.machine is not None and self.bytes_per_token is None:
@@ -233,15 +232,14 @@ def _setups(
     sizes: list[tuple[str, int]],
     below: list[tuple[str, int]],
 ) -> Iterator[Setup]:
-    """No cache, then every host size without and with every disk, each by every policy; a disk by all rules."""
+    """No cache, then every host size without and with every disk, each by every policy."""
     yield Setup()
     for host in sizes:
         for policy, said in policies:
             yield Setup(policy, host, told=said)
         for disk in below:
             for policy, said in policies:
-                for rules in simulation.rules:
-                    yield Setup(policy, host, disk, rules, said)
+                yield Setup(policy, host, disk, simulation.rules, said)
 
 
 def _settings(simulation: Simulation) -> dict[str, object]:

@@ -66,8 +66,7 @@ class HitRow(msgspec.Struct, frozen=True, kw_only=True):
 class TimeRow(msgspec.Struct, frozen=True, kw_only=True):
     """One policy with its tiers on one machine; `policy` is empty where there is no cache. Times in seconds.
 
-    `write` is when disk was written: `through` or on `eviction`. `skipped_writes`: blocks that were admitted to disk
-    and did not get there.
+    `skipped_writes`: blocks that were admitted to disk and did not get there.
     """
 
     trace: str
@@ -77,7 +76,6 @@ class TimeRow(msgspec.Struct, frozen=True, kw_only=True):
     host_blocks: int
     disk: str
     disk_blocks: int
-    write: str
     host_hit_rate: float
     disk_hit_rate: float
     declined_rate: float
@@ -181,10 +179,7 @@ def time_row(
     (_, host_blocks), (_, disk_blocks), rules = setup.host, setup.disk, setup.rules
     host = disk = admission = None
     if host_blocks:
-        policy = make_policy(setup.policy, host_blocks)
-        if disk_blocks:
-            policy = rules.host_policy(policy, host_blocks)
-        host = SimulatedTier(host_blocks, policy, insist=bool(disk_blocks))
+        host = SimulatedTier(host_blocks, make_policy(setup.policy, host_blocks), insist=bool(disk_blocks))
     if disk_blocks:
         disk = SimulatedTier(disk_blocks, make_policy(setup.policy, disk_blocks))
         admission = rules.admission_policy(disk_blocks, machine.block_bytes)
@@ -203,7 +198,6 @@ def _as_row(served: Served, trace: str, seed: int, setup: Setup) -> TimeRow:
         host_blocks=host[1],
         disk=disk[0],
         disk_blocks=disk[1],
-        write=setup.rules.write if disk[1] else "",
         host_hit_rate=served.host_hit_rate,
         disk_hit_rate=served.disk_hit_rate,
         declined_rate=served.declined_blocks / served.blocks if served.blocks else 0.0,
@@ -220,7 +214,7 @@ def _as_row(served: Served, trace: str, seed: int, setup: Setup) -> TimeRow:
 
 
 _Row = TypeVar("_Row", HitRow, TimeRow)
-_NAMED = {"trace", "seed", "policy", "size", "host", "disk", "write", "hints"}
+_NAMED = {"trace", "seed", "policy", "size", "host", "disk", "hints"}
 
 
 def averaged(rows: Sequence[_Row]) -> list[_Row]:

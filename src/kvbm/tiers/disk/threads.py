@@ -25,13 +25,12 @@ disk busy. `python -m benchmarks.disk --threads` compares."""
 
 
 class LoadJob(msgspec.Struct):
-    """Blocks to read from the slots from `slot` on; `is_run`: submitted as a run, and completed as one."""
+    """Blocks to read from the slots from `slot` on."""
 
     job_id: int
     slot: SlotIndex
     keys: Sequence[BlockKey]
     targets: Sequence[Buffer]
-    is_run: bool = False
 
     @property
     def count(self) -> int:
@@ -50,7 +49,6 @@ class StoreJob(msgspec.Struct):
     blocks: Sequence[BlockHead]
     sequence: int
     sources: Sequence[Buffer]
-    is_run: bool = False
 
     @property
     def count(self) -> int:

@@ -183,37 +183,7 @@ class DiskTier:
         return max(0, self._store_limit - self._threads.uncollected_count)
 
     def submit_store(
-        self,
-        job_id: int,
-        key: BlockKey,
-        parent: BlockKey | None,
-        slot: SlotIndex,
-        sources: Sequence[Buffer],
-        engine_hash: bytes = b"",
-        group: int = 0,
-    ) -> Outcome:
-        return self._store(job_id, (BlockHead(key, parent, engine_hash, group),), slot, sources, False)
-
-    def submit_store_run(
         self, job_id: int, blocks: Sequence[BlockHead], slot: SlotIndex, sources: Sequence[Buffer]
-    ) -> Outcome:
-        return self._store(job_id, blocks, slot, sources, True)
-
-    def submit_load(self, job_id: int, key: BlockKey, slot: SlotIndex, targets: Sequence[Buffer]) -> Outcome:
-        return self._load(job_id, (key,), slot, targets, False)
-
-    def submit_load_run(
-        self, job_id: int, keys: Sequence[BlockKey], slot: SlotIndex, targets: Sequence[Buffer]
-    ) -> Outcome:
-        return self._load(job_id, keys, slot, targets, True)
-
-    def _store(
-        self,
-        job_id: int,
-        blocks: Sequence[BlockHead],
-        slot: SlotIndex,
-        sources: Sequence[Buffer],
-        is_run: bool,
     ) -> Outcome:
         for block in blocks:
             assert len(block.key) == KEY_BYTES
@@ -226,16 +196,11 @@ class DiskTier:
             return Outcome.THROTTLED
         first = self._sequence + 1
         self._sequence += len(blocks)
-        self._threads.submit(StoreJob(job_id, slot, tuple(blocks), first, tuple(sources), is_run))
+        self._threads.submit(StoreJob(job_id, slot, tuple(blocks), first, tuple(sources)))
         return Outcome.PENDING
 
-    def _load(
-        self,
-        job_id: int,
-        keys: Sequence[BlockKey],
-        slot: SlotIndex,
-        targets: Sequence[Buffer],
-        is_run: bool,
+    def submit_load(
+        self, job_id: int, keys: Sequence[BlockKey], slot: SlotIndex, targets: Sequence[Buffer]
     ) -> Outcome:
         assert set(map(len, keys)) == {KEY_BYTES}
         self._check(slot, len(keys), targets)
@@ -244,13 +209,10 @@ class DiskTier:
             return Outcome.RETRY
         if self._threads.uncollected_count >= self.pending_limit:
             return Outcome.THROTTLED
-        self._threads.submit(LoadJob(job_id, slot, tuple(keys), tuple(targets), is_run))
+        self._threads.submit(LoadJob(job_id, slot, tuple(keys), tuple(targets)))
         return Outcome.PENDING
 
-    def forget(self, slot: SlotIndex) -> None:
-        self.forget_run(slot, 1)
-
-    def forget_run(self, slot: SlotIndex, count: int) -> None:
+    def forget(self, slot: SlotIndex, count: int = 1) -> None:
         assert count > 0 and 0 <= slot <= self.slot_count - count
         if self._closed:
             return

@@ -40,16 +40,7 @@ class Load:
     def completion(self, now_s: float, block_bytes: int, error: str = "") -> Completion:
         """Its end, as far as it came: what has no answer is to be tried again."""
         ends = [end or _RETRIED for end in self.ends]
-        missed = [end for end in ends if end.outcome is not Outcome.HIT]
-        return Completion(
-            job_id=self.job_id,
-            outcome=missed[0].outcome if missed else Outcome.HIT,
-            bytes_moved=(len(ends) - len(missed)) * block_bytes,
-            seconds=now_s - self.began_s,
-            corrupt=any(end.corrupt for end in missed),
-            error=error if any(end.outcome is Outcome.RETRY for end in missed) else "",
-            blocks=ends,
-        )
+        return Completion.of(self.job_id, ends, block_bytes, now_s - self.began_s, error)
 
 
 class Arrival:

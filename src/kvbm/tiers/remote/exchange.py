@@ -39,16 +39,7 @@ class Job(msgspec.Struct, kw_only=True, eq=False):
 
     def completion(self, ends: Sequence[BlockEnd], block_bytes: int, now_s: float, error: str) -> Completion:
         """The job's end, from those of its blocks."""
-        missed = [end for end in ends if end.outcome is not Outcome.HIT]
-        return Completion(
-            job_id=self.job_id,
-            outcome=missed[0].outcome if missed else Outcome.HIT,
-            bytes_moved=(len(ends) - len(missed)) * block_bytes,
-            seconds=max(0.0, now_s - self.begun_s),
-            corrupt=any(end.corrupt for end in missed),
-            error=error,
-            blocks=ends,
-        )
+        return Completion.of(self.job_id, ends, block_bytes, max(0.0, now_s - self.begun_s), error)
 
 
 class LoadJob(Job, kw_only=True, eq=False):

@@ -8,7 +8,7 @@ import pytest
 
 from kvbm.hints import Hint
 from kvbm.policy.contract import ClientWord, tell_hint
-from kvbm.policy.departures import Departures
+from kvbm.policy.favours import Favours
 from kvbm.policy.gittins.features import Said
 from kvbm.policy.gittins.policy import Gittins
 from kvbm.policy.gittins.words import UNIT_S
@@ -103,7 +103,7 @@ def test_policies_that_do_not_listen_are_told_nothing() -> None:
     tell_hint(LeafFirstLru(4), 0, word, 0.0)
     inner = Gittins(4)
     inner.requested([7], [-1], 0.0)
-    tell_hint(Departures(inner, 4), 7, word, 0.0)
+    tell_hint(Favours(inner, 4, 0.5), 7, word, 0.0)
     assert inner.turns.said[1] == Said.ENDS
 
 

@@ -241,18 +241,17 @@ def test_all_that_was_tried_and_prices_of_ones_own(plan) -> None:
 @pytest.mark.slow
 def test_the_settings_are_those_that_were_replayed(plan) -> None:
     words = (*SHORT, "--target-ttft", "45ms@p50", "--price-disk", "0.001", "--max-host", "2GB")
-    rules = ("--admission", "all", "--write", "eviction", "--write-budget", "1TB")
+    rules = ("--admission", "all", "--write-budget", "1TB")
     (line,) = (line for line in plan(*words, *rules)[1].splitlines() if "DYN_KVBM_" in line)
     settings = dict(word.split("=") for word in line.split())
     del settings["DYN_KVBM_CPU_CACHE_GB"], settings["DYN_KVBM_DISK_CACHE_GB"]
     assert settings == {
         "DYN_KVBM_EVICTION": "lru",
         "DYN_KVBM_DISK_ADMISSION": "all",
-        "DYN_KVBM_DISK_WRITE": "eviction",
         "DYN_KVBM_DISK_WRITE_BUDGET": "1000000000000",
     }
     assert "DYN_KVBM_DISK_CACHE_GB" in (out := plan(*words)[1])
-    assert "DYN_KVBM_DISK_ADMISSION" not in out and "DYN_KVBM_DISK_WRITE" not in out
+    assert "DYN_KVBM_DISK_ADMISSION" not in out and "DYN_KVBM_DISK_WRITE_BUDGET" not in out
 
 
 def test_no_size_is_said_clearly(plan, tmp_path: Path) -> None:

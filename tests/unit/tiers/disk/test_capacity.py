@@ -10,15 +10,7 @@ import pytest
 from kvbm.block import Outcome, SlotIndex
 from kvbm.errors import TierError
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.testing.tier_contract import (
-    LAYOUT,
-    NAMESPACE,
-    OTHER_NAMESPACE,
-    by_slot,
-    load,
-    make_key,
-    store,
-)
+from kvbm.testing.stored_runs import LAYOUT, NAMESPACE, OTHER_NAMESPACE, by_slot, load, make_key, store
 from kvbm.tiers.disk import geometry
 from kvbm.tiers.disk.syscalls import Syscalls
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier

@@ -13,7 +13,7 @@ import pytest
 
 from kvbm.errors import SettingsError, TierError
 from kvbm.layout import BlockLayout
-from kvbm.testing.tier_contract import NAMESPACE, OTHER_NAMESPACE
+from kvbm.testing.stored_runs import NAMESPACE, OTHER_NAMESPACE
 from kvbm.tiers.disk import directory as disk_directory
 from kvbm.tiers.disk.directory import (
     DIRECTORY_PREFIX,

@@ -79,18 +79,18 @@ def moved(tier: DiskTier, submit: Callable[[], Outcome]) -> Any:
 def store(tier: DiskTier, texts: list[bytes]) -> Any:
     blocks = [head(key, text) for key, text in zip(KEYS, texts, strict=False)]
     source = memoryview(bytearray(4096 * len(texts)))
-    return moved(tier, lambda: tier.submit_store_run(1, blocks, SlotIndex(2), [source]))
+    return moved(tier, lambda: tier.submit_store(1, blocks, SlotIndex(2), [source]))
 
 
 def load(tier: DiskTier, count: int) -> Any:
     target = memoryview(bytearray(4096 * count))
-    return moved(tier, lambda: tier.submit_load_run(2, KEYS[:count], SlotIndex(2), [target]))
+    return moved(tier, lambda: tier.submit_load(2, KEYS[:count], SlotIndex(2), [target]))
 
 
 def test_a_tier_gives_back_what_was_said_also_after_a_restart(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     store(tier, [b"one", b"two"])
-    assert [end.facts for end in load(tier, 2).ends] == [b"one", b"two"]
+    assert [end.facts for end in load(tier, 2).blocks] == [b"one", b"two"]
     tier.close(keep=True)
     tier = opened(tmp_path)
     found = {block.key: block.slot for block in tier.recovered()}
@@ -98,7 +98,7 @@ def test_a_tier_gives_back_what_was_said_also_after_a_restart(tmp_path: Path) ->
     tier.close(keep=True)
     tier = opened(tmp_path, keeps_facts=False)
     assert len(list(tier.recovered())) == 2
-    assert [end.facts for end in load(tier, 2).ends] == [b"", b""]
+    assert [end.facts for end in load(tier, 2).blocks] == [b"", b""]
     assert tier.path is not None
     assert not (tier.path / FACTS_NAME).exists(), "it would take room that is not counted"
     tier.close(keep=False)
@@ -129,7 +129,7 @@ class Failing(Syscalls):
 def test_a_file_of_facts_that_fails_costs_no_block(tmp_path: Path) -> None:
     tier = opened(tmp_path, syscalls=Failing())
     assert store(tier, [b"one", b"two"]).outcome is Outcome.HIT
-    ends = load(tier, 2).ends
+    ends = load(tier, 2).blocks
     assert [(end.outcome, end.facts) for end in ends] == [(Outcome.HIT, b"")] * 2
     assert not tier.fault
     tier.close(keep=False)

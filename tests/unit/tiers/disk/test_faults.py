@@ -13,11 +13,11 @@ import pytest
 from kvbm.block import Outcome, SlotIndex
 from kvbm.clock import ManualClock
 from kvbm.errors import TierError
-from kvbm.testing.tier_contract import (
+from kvbm.testing.stored_runs import (
     DEADLINE_S,
     LAYOUT,
     NAMESPACE,
-    BlockBuffers,
+    RunMemory,
     by_slot,
     collect,
     load,
@@ -68,9 +68,12 @@ class Bench:
         assert "\n" not in self.tier.fault
         for word in words:
             assert word in self.tier.fault
-        buffers = BlockBuffers(LAYOUT)
-        assert self.tier.submit_load(1, make_key(0), SlotIndex(0), buffers.views) is Outcome.RETRY
-        assert self.tier.submit_store(2, make_key(0), None, SlotIndex(0), buffers.views) is Outcome.RETRY
+        buffers = RunMemory(LAYOUT)
+        assert self.tier.submit_load(1, [make_key(0)], SlotIndex(0), buffers.views) is Outcome.RETRY
+        assert (
+            self.tier.submit_store(2, [BlockHead(make_key(0), None)], SlotIndex(0), buffers.views)
+            is Outcome.RETRY
+        )
         assert self.tier.drain(0.0)
         assert self.tier.poll() == []
 
@@ -140,9 +143,11 @@ def test_what_was_pending_completes_with_retry(tmp_path: Path) -> None:
     held.clear()
     entered.clear()
     holding.arm(FaultRule(operation="pwritev", fault=Fault.EIO))
-    sources = BlockBuffers.of(make_key(0), LAYOUT)
+    sources = RunMemory.of([make_key(0)], LAYOUT)
     for slot in range(SLOT_COUNT):
-        outcome = bench.tier.submit_store(slot, make_key(0), None, SlotIndex(slot), sources.views)
+        outcome = bench.tier.submit_store(
+            slot, [BlockHead(make_key(0), None)], SlotIndex(slot), sources.views
+        )
         assert outcome is Outcome.PENDING
     assert entered.wait(DEADLINE_S)
     assert not bench.tier.drain(0.0)
@@ -170,8 +175,8 @@ def test_a_heal_does_not_wait_for_a_hung_transfer(tmp_path: Path, monkeypatch: p
     released = threading.Event()
     bench = Bench(tmp_path, Hung())
     held.set()
-    buffers = BlockBuffers(LAYOUT)
-    assert bench.tier.submit_load(5, make_key(0), SlotIndex(0), buffers.views) is Outcome.PENDING
+    buffers = RunMemory(LAYOUT)
+    assert bench.tier.submit_load(5, [make_key(0)], SlotIndex(0), buffers.views) is Outcome.PENDING
     assert entered.wait(DEADLINE_S)
     shutil.rmtree(bench.path())
     bench.clock.advance(WATCH_PERIOD_S)
@@ -242,7 +247,7 @@ def test_a_block_overwritten_while_it_is_read_is_a_miss_and_no_corruption(tmp_pa
             if tier is not None and "slab" in os.readlink(f"/proc/self/fd/{fd}"):
                 self.overtake = None
                 assert tier._medium is not None
-                memory = RunBuffers.of_shards(BlockBuffers.of(make_key(2), LAYOUT).views, 1)
+                memory = RunBuffers.of_shards(RunMemory.of([make_key(2)], LAYOUT).views, 1)
                 tier._medium.store(SlotIndex(0), [BlockHead(make_key(2), None)], 99, memory)
                 moved = super().preadv(fd, buffers, offset)
             return moved
@@ -309,7 +314,7 @@ def test_a_medium_that_stays_gone_keeps_the_tier_off_with_the_reason(bench: Benc
         assert bench.tier.path is None
         bench.tier.forget(SlotIndex(0))
         assert (
-            bench.tier.submit_load(1, make_key(0), SlotIndex(0), BlockBuffers(LAYOUT).views) is Outcome.RETRY
+            bench.tier.submit_load(1, [make_key(0)], SlotIndex(0), RunMemory(LAYOUT).views) is Outcome.RETRY
         )
     bench.expect_back([])
 

@@ -10,7 +10,7 @@ import pytest
 from kvbm.block import Outcome, SlotIndex
 from kvbm.errors import TierError
 from kvbm.layout import Namespace
-from kvbm.testing.tier_contract import LAYOUT, NAMESPACE, load, make_key, store
+from kvbm.testing.stored_runs import LAYOUT, NAMESPACE, load, make_key, store
 from kvbm.tiers.disk import geometry
 from kvbm.tiers.disk.room import LEFT_BYTES_MAX, LEFT_SHARE, Room
 from kvbm.tiers.disk.syscalls import Syscalls

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvbm.block import GROUP_MAX, BlockKey, SlotIndex
-from kvbm.testing.tier_contract import make_key
+from kvbm.testing.stored_runs import make_key
 from kvbm.tiers.contract import BlockHead
 from kvbm.tiers.disk.geometry import RECORD_BYTES
 from kvbm.tiers.disk.journal import (

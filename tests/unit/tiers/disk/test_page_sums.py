@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbm.layout import PAGE_BYTES
-from kvbm.testing.tier_contract import make_key
+from kvbm.testing.stored_runs import make_key
 from kvbm.tiers.disk.page_sums import (
     PAGE_WORDS,
     SUM_COUNT,

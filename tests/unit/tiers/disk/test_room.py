@@ -11,7 +11,7 @@ import pytest
 from kvbm.block import Outcome
 from kvbm.errors import TierError
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.testing.tier_contract import LAYOUT, NAMESPACE, OTHER_NAMESPACE, make_key, store
+from kvbm.testing.stored_runs import LAYOUT, NAMESPACE, OTHER_NAMESPACE, make_key, store
 from kvbm.tiers.disk import directory, room
 from kvbm.tiers.disk.directory import DIRECTORY_PREFIX, last_used_s
 from kvbm.tiers.disk.room import (

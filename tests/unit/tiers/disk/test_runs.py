@@ -10,19 +10,22 @@ import pytest
 
 from kvbm.block import Outcome, SlotIndex
 from kvbm.layout import BlockLayout
-from kvbm.testing.run_tier_contract import RunMemory, heads, load_run, outcomes, store_run
-from kvbm.testing.tier_contract import (
+from kvbm.testing.stored_runs import (
     DEADLINE_S,
     LAYOUT,
     NAMESPACE,
-    BlockBuffers,
+    RunMemory,
     by_slot,
     collect,
+    heads,
     load,
+    load_run,
     make_key,
+    outcomes,
     store,
+    store_run,
 )
-from kvbm.tiers.contract import RUN_BYTES_MAX
+from kvbm.tiers.contract import RUN_BYTES_MAX, BlockHead
 from kvbm.tiers.disk import geometry
 from kvbm.tiers.disk.geometry import RECORD_BYTES
 from kvbm.tiers.disk.syscalls import VECTOR_BUFFERS_MAX
@@ -82,7 +85,7 @@ def test_a_run_is_one_call_for_the_bytes_and_three_for_its_records(bench: Bench)
     assert outcomes(load_run(bench.tier, LAYOUT, range(8), 2)) == [HIT] * 8
     assert bench.faults.calls["preadv"] - before["preadv"] == 2
     before = dict(bench.faults.calls)
-    bench.tier.forget_run(SlotIndex(2), 8)
+    bench.tier.forget(SlotIndex(2), 8)
     assert bench.faults.calls["pwritev"] - before["pwritev"] == 1
 
 
@@ -130,12 +133,12 @@ def test_single_loads_that_went_together_lose_one_block_to_a_bad_sector(bench: B
     bench.faults.arm(
         FaultRule(operation="preadv", fault=Fault.EIO, file="slab", offset=2 * LAYOUT.block_bytes)
     )
-    targets = [BlockBuffers(LAYOUT) for _ in range(6)]
+    targets = [RunMemory(LAYOUT) for _ in range(6)]
     for slot, target in enumerate(targets):
-        bench.tier.submit_load(slot, make_key(slot), SlotIndex(slot), target.views)
+        bench.tier.submit_load(slot, [make_key(slot)], SlotIndex(slot), target.views)
     found = collect(bench.tier, 6)
     assert all(
-        targets[slot].hold(make_key(slot)) for slot, done in found.items() if done.outcome is Outcome.HIT
+        targets[slot].holds(make_key(slot)) for slot, done in found.items() if done.outcome is Outcome.HIT
     )
     assert found[2].outcome is RETRY
     assert bench.reopen() == [0, 1, 3, 4, 5]
@@ -200,9 +203,11 @@ def test_blocks_of_a_run_that_have_no_room_end_alone(tmp_path: Path) -> None:
 
 def test_neighbours_submitted_block_by_block_go_to_disk_as_runs(bench: Bench) -> None:
     """While one thread is busy with each, the others' jobs queue up behind it."""
-    memory = [BlockBuffers.of(make_key(slot), LAYOUT) for slot in range(SLOT_COUNT)]
+    memory = [RunMemory.of([make_key(slot)], LAYOUT) for slot in range(SLOT_COUNT)]
     for slot, sources in enumerate(memory):
-        accepted = bench.tier.submit_store(slot, make_key(slot), None, SlotIndex(slot), sources.views)
+        accepted = bench.tier.submit_store(
+            slot, [BlockHead(make_key(slot), None)], SlotIndex(slot), sources.views
+        )
         assert accepted is Outcome.PENDING
     assert {done.outcome for done in collect(bench.tier, SLOT_COUNT).values()} == {HIT}
     assert bench.tier.drain(DEADLINE_S)
@@ -224,5 +229,5 @@ def test_the_length_of_runs_is_bounded_in_bytes_and_buffers(
     assert expected * shards <= VECTOR_BUFFERS_MAX
     memory = RunMemory(layout, expected + 1)
     with pytest.raises(AssertionError):
-        tier.submit_store_run(1, heads(range(expected + 1)), SlotIndex(0), memory.views)
+        tier.submit_store(1, heads(range(expected + 1)), SlotIndex(0), memory.views)
     tier.close(keep=False)

@@ -16,8 +16,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvbm.block import Outcome, SlotIndex
 from kvbm.layout import BlockLayout
-from kvbm.testing.run_tier_contract import load_run, outcomes, store_run
-from kvbm.testing.tier_contract import DEADLINE_S, NAMESPACE, BlockBuffers, by_slot, load, make_key, store
+from kvbm.testing.stored_runs import (
+    DEADLINE_S,
+    NAMESPACE,
+    RunMemory,
+    by_slot,
+    load,
+    load_run,
+    make_key,
+    outcomes,
+    store,
+    store_run,
+)
+from kvbm.tiers.contract import BlockHead
 from kvbm.tiers.disk.geometry import RECORD_BYTES
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 from rigs.faulty_syscalls import Fault, FaultRule, FaultySyscalls
@@ -146,7 +157,7 @@ class DiskTierMachine(RuleBasedStateMachine):
         assert self.tier is not None
         slot = self.in_range(slot)
         count = min(count, self.tier.slot_count - slot)
-        self.tier.forget_run(slot, count)
+        self.tier.forget(slot, count)
         for each in range(slot, slot + count):
             self.expect(each, None)
 
@@ -172,9 +183,9 @@ class DiskTierMachine(RuleBasedStateMachine):
             if slot in busy:
                 continue
             busy.add(slot)
-            buffers.append(BlockBuffers.of(make_key(number), LAYOUT))
+            buffers.append(RunMemory.of([make_key(number)], LAYOUT))
             if (
-                self.tier.submit_store(job, make_key(number), None, slot, buffers[-1].views)
+                self.tier.submit_store(job, [BlockHead(make_key(number), None)], slot, buffers[-1].views)
                 is Outcome.PENDING
             ):
                 done[job] = (slot, number)

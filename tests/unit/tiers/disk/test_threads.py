@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvbm.block import Outcome, SlotIndex
-from kvbm.testing.tier_contract import make_key
+from kvbm.testing.stored_runs import make_key
 from kvbm.tiers.contract import BlockHead, Completion
 from kvbm.tiers.disk import threads as disk_io
 from kvbm.tiers.disk.syscalls import STALLS_MAX, Syscalls, read_fully, write_fully
@@ -90,14 +90,14 @@ class Gate:
         self.together.append([job.job_id for job in jobs])
         self.entered.release()
         assert self.passes.acquire(timeout=DEADLINE_S)
-        return [Completion(job_id=job.job_id, outcome=Outcome.HIT) for job in jobs]
+        return [Completion(job_id=job.job_id, outcome=Outcome.HIT, blocks=()) for job in jobs]
 
     def open(self, count: int = 1000) -> None:
         self.passes.release(count)
 
 
 def abandon(job: Job) -> Completion:
-    return Completion(job_id=job.job_id, outcome=Outcome.RETRY)
+    return Completion(job_id=job.job_id, outcome=Outcome.RETRY, blocks=())
 
 
 def load_job(job_id: int, slot: int = 0, count: int = 1) -> LoadJob:

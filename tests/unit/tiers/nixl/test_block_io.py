@@ -18,18 +18,20 @@ from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.space import Space
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll
-from kvbm.testing.run_tier_contract import load_run, outcomes, store_run
-from kvbm.testing.tier_contract import (
+from kvbm.testing.stored_runs import (
     LAYOUT,
     NAMESPACE,
-    BlockBuffers,
-    PersistentTierContract,
+    RunMemory,
     by_slot,
     collect,
     load,
+    load_run,
     make_key,
+    outcomes,
     store,
+    store_run,
 )
+from kvbm.testing.tier_contract import PersistentTierContract
 from kvbm.tiers.disk.block_io import CHECKSUM_FIELD, DirectRefused
 from kvbm.tiers.disk.survey import verify_directory
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
@@ -148,10 +150,10 @@ def test_a_store_that_never_ends_leaves_nothing_to_find(tier: DiskTier, agent: M
 def test_many_that_never_end_end_within_a_limit_or_two(tier: DiskTier, agent: ModelAgent) -> None:
     store(tier, LAYOUT, make_key(1), 1)
     agent.fate = "endless"
-    targets = [BlockBuffers(LAYOUT) for _ in range(8)]
+    targets = [RunMemory(LAYOUT) for _ in range(8)]
     agent.may_begin.clear()
     for job, target in enumerate(targets):
-        assert tier.submit_load(job, make_key(1), SlotIndex(1), target.views) is Outcome.PENDING
+        assert tier.submit_load(job, [make_key(1)], SlotIndex(1), target.views) is Outcome.PENDING
     agent.may_begin.set()
     assert {c.outcome for c in collect(tier, 8, PATIENCE_S).values()} == {Outcome.RETRY}
 
@@ -259,10 +261,10 @@ def test_transfers_of_a_shared_queue_go_one_by_one(tmp_path: Path, agent: ModelA
     tier = open_tier(tmp_path, agent, "POSIX")
     store(tier, LAYOUT, make_key(1), 1)
     agent.fate = "endless"
-    buffers = [BlockBuffers(LAYOUT) for _ in range(4)]
+    buffers = [RunMemory(LAYOUT) for _ in range(4)]
     agent.may_begin.clear()
     for job, target in enumerate(buffers):
-        assert tier.submit_load(job, make_key(1), SlotIndex(1), target.views) is Outcome.PENDING
+        assert tier.submit_load(job, [make_key(1)], SlotIndex(1), target.views) is Outcome.PENDING
     agent.may_begin.set()
     assert {c.outcome for c in collect(tier, 4, PATIENCE_S).values()} == {Outcome.RETRY}
     assert len(agent.transfers) == 1
@@ -317,10 +319,10 @@ def test_a_failure_costs_no_block_of_its_neighbours(tmp_path: Path, agent: Model
     for slot in range(4):
         store(tier, LAYOUT, make_key(slot), slot)
     agent.fate = "error"
-    buffers = [BlockBuffers(LAYOUT) for _ in range(4)]
+    buffers = [RunMemory(LAYOUT) for _ in range(4)]
     agent.may_begin.clear()
     for slot, target in enumerate(buffers):
-        assert tier.submit_load(slot, make_key(slot), SlotIndex(slot), target.views) is Outcome.PENDING
+        assert tier.submit_load(slot, [make_key(slot)], SlotIndex(slot), target.views) is Outcome.PENDING
     agent.may_begin.set()
     assert {c.outcome for c in collect(tier, 4, PATIENCE_S).values()} == {Outcome.RETRY}
     agent.fate = "done"

@@ -20,7 +20,7 @@ from kvbm.testing.remote_contract import (
     load_each,
     store,
 )
-from kvbm.testing.tier_contract import LAYOUT, NAMESPACE
+from kvbm.testing.stored_runs import LAYOUT, NAMESPACE
 from kvbm.tiers.remote.blob_tier import open_blob_tier
 from kvbm.tiers.remote.contract import NOWHERE
 from kvbm.tiers.remote.options import RemoteOptions

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvbm.block import GROUP_MAX, BlockKey
 from kvbm.layout import BlockLayout
-from kvbm.testing.tier_contract import make_key
+from kvbm.testing.stored_runs import make_key
 from kvbm.tiers.contract import BlockHead
 from kvbm.tiers.remote import packs
 from kvbm.tiers.remote.packs import INDEX_GUESS_BYTES, PackEntry, entry_of, pack, pack_name, unpack

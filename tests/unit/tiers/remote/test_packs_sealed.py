@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbm.testing.tier_contract import make_key
+from kvbm.testing.stored_runs import make_key
 from kvbm.tiers.remote.records import checksum, decode_header, encode_header
 from rigs.packed import FINGERPRINT, TENANT, Blocks, blob, marks, read, sealer, some_blocks
 

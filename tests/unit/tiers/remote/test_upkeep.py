@@ -13,7 +13,7 @@ from kvbm.testing.remote_contract import (
     load_each,
     store,
 )
-from kvbm.testing.tier_contract import LAYOUT
+from kvbm.testing.stored_runs import LAYOUT
 from kvbm.tiers.contract import BlockHead
 from kvbm.tiers.remote.contract import NOWHERE
 from kvbm.tiers.remote.prefixed import PrefixedBlobs

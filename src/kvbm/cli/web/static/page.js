@@ -322,7 +322,7 @@ async function look() {
     drawEngines(view);
     drawQueues(view);
     drawWhy(reply, view);
-    drawNotice(view);
+    at("notice").hidden = true;
     setPill("live", "live");
     drawPaused();
   } catch (error) {
@@ -330,13 +330,6 @@ async function look() {
   } finally {
     polling = false;
   }
-}
-
-// What goes on now and will end: a resize.
-function drawNotice(view) {
-  const each = view.resizing;
-  at("notice").hidden = !each;
-  if (each) at("notice").textContent = `Host memory is being resized to ${bytes(each.host_bytes)}: ${whole(each.carried)} of ${whole(each.blocks)} blocks carried over${each.dropped ? `, ${whole(each.dropped)} dropped to make room` : ""}, for ${duration(each.seconds)} so far.`;
 }
 
 function drawPaused() {

@@ -15,7 +15,7 @@ import pytest
 from kvbm.block import BlockKey, Outcome
 from kvbm.clock import ManualClock
 from kvbm.testing.blob_contract import blob_bytes, blob_name, same
-from kvbm.testing.tier_contract import LAYOUT, NAMESPACE, BlockBuffers, make_key
+from kvbm.testing.stored_runs import LAYOUT, NAMESPACE, RunMemory, make_key
 from kvbm.tiers.contract import BlockHead, Completion
 from kvbm.tiers.remote.blob_tier import BlobTier, open_blob_tier
 from kvbm.tiers.remote.blobs import Put, StoreError
@@ -87,10 +87,10 @@ def ended(tier: BlobTier) -> Completion:
 
 def load(tier: BlobTier, keys: list[BlockKey]) -> tuple[Completion, bool]:
     """How a load of known blocks ends, and whether it brought the right bytes."""
-    buffers = [BlockBuffers(LAYOUT) for _ in keys]
+    buffers = [RunMemory(LAYOUT) for _ in keys]
     views = [buffer.views for buffer in buffers]
     assert tier.submit_load(2, keys, tier.places(keys)[0], views, None) is Outcome.PENDING
-    return ended(tier), all(buffer.hold(key) for buffer, key in zip(buffers, keys, strict=True))
+    return ended(tier), all(buffer.holds(key) for buffer, key in zip(buffers, keys, strict=True))
 
 
 def comes(ask: Callable[[], bool]) -> bool:
@@ -262,7 +262,7 @@ def test_what_one_node_s_tier_stores_another_s_loads_until_the_pool_has_gone(
     )
     keys = [make_key(number) for number in range(6)]
     heads = [BlockHead(key, keys[number - 1] if number else None) for number, key in enumerate(keys)]
-    sources = [BlockBuffers.of(key, LAYOUT).views for key in keys]
+    sources = [RunMemory.of([key], LAYOUT).views for key in keys]
     assert one.submit_store(1, heads, sources, None) is Outcome.PENDING
     assert ended(one).outcome is Outcome.HIT
 
