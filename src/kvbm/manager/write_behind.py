@@ -92,11 +92,6 @@ class WriteBehind:
         """Blocks that wait or are being written."""
         return len(self._on_the_way)
 
-    @property
-    def in_flight_count(self) -> int:
-        """Blocks that are being written."""
-        return self._in_flight_blocks
-
     def oldest_s(self) -> float:
         """How long the oldest block has waited for its turn and for the store, in seconds; 0 without any."""
         since = [since_s for _, _, since_s in self._in_flight.values()]

@@ -18,7 +18,7 @@ A pack's name follows from what is in it (`pack_name`), so that two nodes that p
 Their *bytes* may differ: one may know other facts. Who finds that a pack exists already must read its index, and not
 believe the one that it would have written.
 
-Earlier versions also wrote compressed records. A pack with one is neither read nor removed.
+Earlier versions also wrote compressed records. A pack with one is not read, and is collected when it is old.
 """
 
 from __future__ import annotations
