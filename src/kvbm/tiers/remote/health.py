@@ -73,26 +73,30 @@ class StoreHealth:
         if in_time:
             self.writing.succeeded()
 
-    def read_failed(self, error: StoreError) -> None:
-        """A read or a listing failed."""
+    def read_failed(self, error: StoreError, in_time: bool = True) -> None:
+        """A read or a listing failed; not `in_time`: after its deadline, when it was counted already."""
         with self._lock:
-            self.read_errors += 1
+            self.read_errors += in_time
         self._tell(self.reading, error.trouble, str(error))
 
-    def write_failed(self, error: StoreError) -> None:
-        """A write failed. What cannot be reached cannot be read from either."""
+    def write_failed(self, error: StoreError, in_time: bool = True) -> None:
+        """A write failed; `in_time` as above. What cannot be reached cannot be read from either."""
         with self._lock:
-            self.write_errors += 1
+            self.write_errors += in_time
         self._tell(self.writing, error.trouble, str(error))
         if error.trouble == "unreachable":
             self._tell(self.reading, error.trouble, str(error))
 
     def read_late(self, deadline_s: float) -> None:
         """A read did not end within its deadline."""
+        with self._lock:
+            self.read_errors += 1
         self._tell(self.reading, None, f"{self._place} did not answer a read within {deadline_s:g} s")
 
     def write_late(self, deadline_s: float) -> None:
         """A write did not end within its deadline."""
+        with self._lock:
+            self.write_errors += 1
         self._tell(self.writing, None, f"{self._place} did not answer a write within {deadline_s:g} s")
 
     def _tell(self, breaker: Breaker, trouble: StoreTrouble | None, line: str) -> None:

@@ -98,7 +98,7 @@ class Loader:
         try:
             found = self._store.read(name, start, end)
         except StoreError as error:
-            self._health.read_failed(error)
+            self._health.read_failed(error, not self._exchange.over(job))
             self._exchange.retry(job, str(error))
             return
         if found is None:

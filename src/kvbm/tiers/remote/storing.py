@@ -67,7 +67,7 @@ class Storer:
         try:
             self._run(job)
         except StoreError as error:
-            self._health.write_failed(error)
+            self._health.write_failed(error, not self._exchange.over(job))
             self._exchange.retry(job, str(error))
         except Exception as error:
             record_swallowed(error)

@@ -22,6 +22,7 @@ from kvbm.testing.remote_contract import (
 )
 from kvbm.testing.stored_runs import LAYOUT, NAMESPACE
 from kvbm.tiers.remote.blob_tier import open_blob_tier
+from kvbm.tiers.remote.blobs import Buffer, StoreError
 from kvbm.tiers.remote.contract import NOWHERE
 from kvbm.tiers.remote.options import RemoteOptions
 from kvbm.tiers.remote.pack_size import LOAD_BYTES_MAX, PACK_BYTES_MAX
@@ -127,11 +128,40 @@ def test_threads_that_hang_take_room_from_loads_and_stores(nodes: Nodes) -> None
     nodes.clock.advance(2.0)
     collect(node, 2)
     assert (node.load_room, node.store_room) == (2, 2)
+    assert (node.describe()["read_errors"], node.describe()["write_errors"]) == (1, 1)
     for job in range(3, 5):
         assert node.submit_load(job, keys_of(blocks), place, targets.views, None) is Outcome.PENDING
         collect(node, 1)
     faulty.release()
     until(node, lambda: (node.load_room, node.store_room) == (3, 4))
+
+
+class FailsAtLast(FaultyBlobs):
+    """Reads of packs fail, the silent ones once they are released."""
+
+    def read(self, name: str, start: int, end: int) -> Buffer | None:
+        found = super().read(name, start, end)
+        if "packs/" in name:
+            raise StoreError("failed", "no answer")
+        return found
+
+
+def test_a_late_read_that_fails_at_last_is_one_error(nodes: Nodes) -> None:
+    faulty = FailsAtLast(nodes.blobs)
+    node, blocks = nodes.make(faulty), chain(0, 1)
+    store(node, LAYOUT, blocks)
+    place, targets = node.places(keys_of(blocks))[0], RemoteBuffers(LAYOUT, 1)
+    faulty.arm(BlobRule(fault=BlobFault.SILENT, operation="read", name="packs/", times=1))
+    assert node.submit_load(1, keys_of(blocks), place, targets.views, None) is Outcome.PENDING
+    assert faulty.wait_silent(1)
+    nodes.clock.advance(2.0)
+    assert collect(node, 1)[1].outcome is Outcome.RETRY
+    assert node.describe()["read_errors"] == 1
+    faulty.release()
+    until(node, lambda: node.describe()["hanging"] == 0)
+    assert node.describe()["read_errors"] == 1
+    assert load(node, LAYOUT, keys_of(blocks), place).outcome is Outcome.RETRY
+    assert node.describe()["read_errors"] == 2
 
 
 def test_a_listing_is_complete_once_what_it_found_was_taken_in(nodes: Nodes) -> None:
