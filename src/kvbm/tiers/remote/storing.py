@@ -7,7 +7,7 @@ moment, and a request that is still under way writes what it was given.
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -28,6 +28,11 @@ from kvbm.tiers.remote.sealing import Seal
 from kvbm.tiers.remote.shared_log import LogWriter
 
 log = logging.getLogger("kvbm.tiers.remote.tier")
+
+COMPRESSED_PAUSE_S = 3600.0
+"""Blocks in a compressed pack are stored no second time for so long: each try would send them all again."""
+COMPRESSED_MAX = 1024
+"""Of so many compressed packs that is remembered."""
 
 
 class Storer:
@@ -61,6 +66,8 @@ class Storer:
         self._clock = clock
         self.existed = 0
         """So many packs were in the store already."""
+        # Compressed packs that were in the way, and until when they are taken to be there.
+        self._compressed: OrderedDict[str, float] = OrderedDict()
 
     def run(self, job: StoreJob) -> None:
         """Carry a store out. Raises nothing."""
@@ -85,12 +92,19 @@ class Storer:
             wanted = self._exchange.let_go(job)
         if not wanted or not self._exchange.begin_request(job):
             return
+        if self._clock() < self._compressed.get(packed.entry.name, 0.0):
+            self._exchange.finish(job, (BlockEnd(Outcome.HIT),) * job.count)
+            return
         begun_s = self._clock()
         entry, created = self._put(packed)
         if created:
             in_time = not self._exchange.over(job)
             self._health.write_took(entry.size, self._clock() - begun_s, in_time)
         compressed = entry.has_compressed(self._layout.block_bytes)
+        if compressed:
+            self._compressed[entry.name] = self._clock() + COMPRESSED_PAUSE_S
+            while len(self._compressed) > COMPRESSED_MAX:
+                self._compressed.popitem(last=False)
         if created or not (self._catalogue.knows(entry.name) or compressed):
             self._own_log.add(entry)  # also for another node that was killed before it could tell
         keys = [head.key for head in job.blocks]

@@ -317,6 +317,22 @@ def test_a_compressed_pack_is_left_alone_and_counted(nodes: Nodes) -> None:
     assert (nodes.blobs.blobs[name], nodes.blobs.modified_s[name]) == (theirs.data, written_s)
 
 
+def test_blocks_of_a_compressed_pack_are_sent_once_an_hour(nodes: Nodes) -> None:
+    """Each use offers them again, as no pack that can be read has them."""
+    blocks = chain(0, 3)
+    sources = [[memoryview(bytes(LAYOUT.slot_bytes))] * LAYOUT.shard_count] * 3
+    theirs = packed.compressed_blob(packed.Blocks(LAYOUT, blocks, sources), NAMESPACE.fingerprint)
+    nodes.blobs.put(PREFIX + theirs.entry.name, [theirs.data])
+    node = nodes.make()
+    requests = []
+    for seconds in (0.0, 3599.0, 1.0):
+        nodes.clock.advance(seconds)
+        before = nodes.blobs.requests()
+        assert store(node, LAYOUT, blocks).outcome is Outcome.HIT
+        requests.append(nodes.blobs.requests()["put"] - before["put"])
+    assert requests == [1, 0, 1]
+
+
 def test_what_one_tenant_sealed_is_a_miss_for_another_and_stays(nodes: Nodes) -> None:
     pytest.importorskip("cryptography")
     node, blocks = nodes.make(seal=Sealer([MasterKey("a", bytes(32))])), chain(0, 2)
