@@ -41,7 +41,7 @@ EVERY_CHANGE = (
 REST = (
     Part(
         "longer tests that start no engine",
-        "slow or hypothesis",
+        "(slow or hypothesis) and not engine",
         NO_ENGINE,
         ("--hypothesis-profile", "thorough", *ON_ALL_CORES),
     ),
