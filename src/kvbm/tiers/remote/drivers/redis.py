@@ -27,6 +27,8 @@ from kvbm.tiers.remote.drivers.credentials import Credentials
 BLOB_BYTES_MAX = 4 << 20
 """The server does nothing else while it copies a value."""
 PAGE = 500
+DAMAGED = (ValueError, TypeError, IndexError)
+"""What the client raises of an answer that it cannot convert."""
 
 # A word is "name size seconds microseconds". A space comes before all letters of names, and `!` next: so words are in
 # the order of names, and those of one name lie between "name " and "name!".
@@ -255,13 +257,13 @@ class RedisBlobs:
             self._requests[kind] += 1
         try:
             return ask()
-        except exceptions.ValkeyError as error:
+        except (exceptions.ValkeyError, *DAMAGED) as error:
             trouble, said = _judged(error)
             # Not chained, and not the client's own text: it may hold what no log shall.
             raise StoreError(trouble, f"{self.place}: {kind} {name}: {said}") from None
 
 
-def _judged(error: exceptions.ValkeyError) -> tuple[StoreTrouble, str]:
+def _judged(error: Exception) -> tuple[StoreTrouble, str]:
     text = str(error)
     if isinstance(error, exceptions.TimeoutError):
         return "slow", "no answer within the deadline"
