@@ -101,10 +101,6 @@ class ManagerGate:
         finally:
             self._turn.release()
 
-    def aside(self) -> Admin:
-        """A session beside the turns of others, for what takes long."""
-        return self._connected()
-
     def _connected(self) -> Admin:
         return Admin(self.socket_path, self._settings, self._answer_s)
 
