@@ -15,6 +15,7 @@ from rigs.manager_probe import wait_for
 
 BLOCKS = 10
 BLOCK_TOKENS = 32
+POLLS_UNTIL_ASKED_AGAIN = 100
 WRITTEN = "kvbm_offload_blocks_d2o"
 LOADED = "kvbm_onboard_blocks_o2d"
 FOUND = 'kvbm_hit_blocks_total{tier="remote"}'
@@ -35,14 +36,22 @@ def texts(engine: EngineProcess, asked: list[Request]) -> dict[str, list[int]]:
 
 
 def share(launcher: Launcher, asked: list[Request], blocks: int = BLOCKS) -> dict[str, list[int]]:
-    """Compute the prompts, and wait until their blocks lie in the store, so many of each."""
-    before = launcher.metrics()[WRITTEN]
+    """Compute the prompts, and wait until their blocks lie in the store, so many of each.
+
+    A leader does not store what a busy manager has no time for: such blocks are offered again with the next request.
+    """
+    wanted = launcher.metrics()[WRITTEN] + blocks * len(asked)
     answers = texts(launcher.process, asked)
-    wait_for(
-        lambda: launcher.metrics()[WRITTEN] >= before + blocks * len(asked),
-        20.0,
-        lambda: f"{launcher.metrics()[WRITTEN]:g} blocks were written",
-    )
+    polls = itertools.count(1)
+
+    def is_written() -> bool:
+        if launcher.metrics()[WRITTEN] >= wanted:
+            return True
+        if next(polls) % POLLS_UNTIL_ASKED_AGAIN == 0:
+            texts(launcher.process, asked)
+        return False
+
+    wait_for(is_written, 40.0, lambda: f"{wanted - launcher.metrics()[WRITTEN]:g} blocks are not written")
     return answers
 
 
