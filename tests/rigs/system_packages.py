@@ -87,9 +87,9 @@ def install(*packages: str) -> dict[str, str]:
 
 
 def _run_apt_get(verb: str, *packages: str) -> str:
-    """The reason why it failed, else an empty text. A service that a package brings is not started."""
+    """The reason why it failed, else an empty text."""
     options = ("-y", "--no-install-recommends") if packages else ()
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     command = ["apt-get", "-qq", verb, *options, *packages]
     try:
         ended = subprocess.run(

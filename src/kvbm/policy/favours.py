@@ -34,7 +34,7 @@ class Favours:
     """A policy of `slot_count` slots around `inner`. `share` is the part of an equal share that a tenant is sure of.
 
     Where the tier is in use already, `filling` has the slots that are being filled, and `used` those that are not free;
-    their blocks are the tenant's of that name, or nobody's for None.
+    their blocks are the tenant's of that name, or no tenant's for None.
     """
 
     def __init__(

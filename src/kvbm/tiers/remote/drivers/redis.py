@@ -27,7 +27,7 @@ from kvbm.tiers.remote.drivers.credentials import Credentials
 BLOB_BYTES_MAX = 4 << 20
 """The server does nothing else while it copies a value."""
 PAGE = 500
-DAMAGED = (ValueError, TypeError, IndexError)
+DAMAGED = (ValueError, IndexError)
 """What the client raises of an answer that it cannot convert."""
 
 # A word is "name size seconds microseconds". A space comes before all letters of names, and `!` next: so words are in
