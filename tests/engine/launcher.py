@@ -7,12 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engine import reach
 from engine.engine_child import KV_CONNECTOR, Answers
 from engine.engine_process import EngineProcess
 from rigs.manager_probe import Metrics, free_port, private_managers, scrape, wait_for
 
 DEVICE_BLOCKS = 48
 """Far too few for the workload: blocks are evicted from the device and requests are preempted all the time."""
+
+READY_S = 60.0
+
+READY_S = 60.0
 
 _starts = itertools.count(1)
 
@@ -31,9 +36,13 @@ class Launcher:
         self,
         environment: Mapping[str, str] | None = None,
         transfer: Mapping[str, Any] | None = KV_CONNECTOR,
+        with_manager: bool = True,
         **options: Any,
     ) -> EngineProcess:
-        """Start an engine with a device cache that is too small; it replaces the one before."""
+        """Start an engine with a device cache that is too small; it replaces the one before.
+
+        What it computes before its ranks are attached is not stored. It is waited for, unless no manager is to be had.
+        """
         self.metrics_port = free_port()
         # One directory for each engine: nothing that an earlier one left is taken for its own.
         self.runtime_dir = str(self._sockets / f"engine-{next(_starts)}")
@@ -50,6 +59,8 @@ class Launcher:
             "kv_transfer_config": dict(transfer) if transfer is not None else None,
         }
         self.process.start({**everything, **options}, settings)
+        if with_manager:
+            self.process.call(reach.wait_until_ready, READY_S, timeout_s=READY_S + 10.0)
         return self.process
 
     def stop(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from engine import pages, reach
+from engine import pages
 from engine.launcher import Launcher
 from engine.tier_settings import host
 from engine.workload import BLOCK_TOKENS, Request, random_tokens
@@ -21,7 +21,6 @@ def test_the_first_page_counts_a_reply_of_one_token(launcher: Launcher) -> None:
     A machine may stop for longer than a page waits, and that page is short of one reply. The next one is not.
     """
     engine = launcher.start(host())
-    engine.call(reach.wait_until_ready, timeout_s=40.0)
     source = random.Random(7)
     requests = [
         Request(f"r{number}", random_tokens(source, BLOCKS * BLOCK_TOKENS + 1), 1)

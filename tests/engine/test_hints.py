@@ -26,7 +26,6 @@ def prompts(seed: int, hints: list[object]) -> list[Request]:
 
 def test_a_hint_is_counted_answered_and_obeyed(launcher: Launcher) -> None:
     engine = launcher.start(host())
-    engine.call(reach.wait_until_ready, timeout_s=40.0)
     engine.call(wait_for_every_store, timeout_s=5.0)
     asked = prompts(
         11,

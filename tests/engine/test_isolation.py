@@ -50,7 +50,6 @@ def test_reset_of_the_device_keeps_ours(launcher: Launcher) -> None:
 def test_reset_drops_everything(launcher: Launcher, tmp_path: Path) -> None:
     """`reset_prefix_cache(reset_connector=True)`: host and disk hold nothing more, and then everything works again."""
     engine = launcher.start(disk(tmp_path, SMALL_HOST_BLOCKS))
-    engine.call(reach.wait_until_ready, timeout_s=40.0)
     engine.call(wait_for_every_store, timeout_s=20.0)
     asked = prompts(2, count=8)
     for each in asked:  # together they may find host memory full, and are then not stored

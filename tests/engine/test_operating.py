@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine import reach
 from engine.engine_child import KV_CONNECTOR
 from engine.launcher import Launcher
 from engine.tier_settings import BLOCK_BYTES, SMALL_HOST_BLOCKS, disk
@@ -27,7 +26,6 @@ def prompt_tokens(requests: list[Request], outputs: dict[str, list[int]]) -> dic
 
 def test_what_commands_say_of_an_engine(launcher: Launcher, tmp_path: Path) -> None:
     engine = launcher.start(disk(tmp_path / "disk", SMALL_HOST_BLOCKS), {**KV_CONNECTOR, "engine_id": ENGINE})
-    engine.call(reach.wait_until_ready, timeout_s=40.0)
     requests = [request for request in small_workload() if request.abort_after is None]
     # One at a time: none is preempted, so that the engine's count for each is of one look-up.
     answers = engine.run(requests, concurrency=1)

@@ -157,7 +157,6 @@ def start(launcher: Launcher, hybrid_model: HybridModel, references: References)
         references(ranks)  # in the same process, so before
         options = {"num_gpu_blocks_override": DEVICE_BLOCKS, "tensor_parallel_size": ranks, **OPTIONS}
         engine = launcher.start(environment, model=str(hybrid_model("recurrent")), **options)
-        engine.call(reach.wait_until_ready, timeout_s=40.0)  # what is computed before is not stored
         engine.call(wait_for_every_hit, timeout_s=20.0)
         return engine
 

@@ -88,7 +88,6 @@ def test_host_tier_smaller_than_a_request(launcher: Launcher, settings: dict[str
     (line,) = lines_with(engine, "one request may need 24")
     assert field in line
     assert "would hold it" in line
-    engine.call(reach.wait_until_ready, timeout_s=40.0)
     engine.call(wait_for_every_store, timeout_s=20.0)
     requests = [request for request in workload() if not request.parent][:4]
     for request in requests:  # together they may find it full, and are then not stored

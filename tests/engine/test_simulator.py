@@ -81,7 +81,6 @@ def test_hit_rates_of_an_engine_and_of_the_simulator_agree(
 ) -> None:
     engine = launcher.start({**host(blocks), "DYN_KVBM_EVICTION": policy})
     requests = chats(seed=blocks)
-    engine.call(reach.wait_until_ready, timeout_s=40.0)
     with recording(launcher.runtime_dir, len(requests)) as file:
         engine.call(reach.run_one_by_one, requests, timeout_s=110.0)
     metrics = launcher.metrics()

@@ -35,7 +35,6 @@ def texts(answers: Answers) -> list[list[int]]:
 def start(launcher: Launcher, settings: dict[str, str], **options: Any) -> EngineProcess:
     """An engine that keeps and finds everything that it may, however busy the machine is."""
     engine = launcher.start(settings, **options)
-    engine.call(reach.wait_until_ready, timeout_s=40.0)
     engine.call(wait_for_every_store, timeout_s=20.0)
     engine.call(wait_for_every_hit, timeout_s=20.0)
     return engine
