@@ -8,13 +8,13 @@ import os
 import re
 import secrets
 import socket
-import stat
 from collections.abc import Iterator
 from fcntl import LOCK_EX, flock
 
 from kvbm.errors import SettingsError
-from kvbm.runtime_dir import make_own_dir, make_runtime_dir, open_lock, read_private, replace_private
+from kvbm.runtime_dir import make_runtime_dir, open_lock, read_private, replace_private
 from kvbm.settings import variable
+from kvbm.unix_sockets import listening_at
 
 DEFAULT_ADDRESS = "127.0.0.1:6881"
 FIELD, TOKEN_FIELD = variable("admin_http"), "admin token"
@@ -34,7 +34,7 @@ def listening(address: str, tries: int = 1) -> Iterator[socket.socket]:
     That of `unix:PATH` is removed at the end. Raises SettingsError where it cannot listen.
     """
     if address.startswith(UNIX):
-        with _listening_at(address.removeprefix(UNIX)) as listener:
+        with listening_at(address.removeprefix(UNIX), FIELD, 0o600, _BACKLOG) as listener:
             yield listener
         return
     host, _, first = address.rpartition(":")
@@ -108,38 +108,3 @@ def _read_token(path: str) -> str:
     if not _TOKEN.fullmatch(text):
         raise SettingsError(TOKEN_FIELD, path, accepted)
     return text
-
-
-@contextlib.contextmanager
-def _listening_at(path: str) -> Iterator[socket.socket]:
-    make_own_dir(os.path.dirname(os.path.abspath(path)), FIELD)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        try:
-            _clear(path)
-            listener.bind(path)
-            # Nobody can connect before `listen`.
-            os.chmod(path, 0o600)
-            listener.listen(_BACKLOG)
-        except OSError as error:
-            accepted = f"a socket path at which nobody listens yet ({error.strerror})"
-            raise SettingsError(FIELD, UNIX + path, accepted) from None
-        try:
-            yield listener
-        finally:
-            with contextlib.suppress(OSError):  # removed already
-                os.unlink(path)
-
-
-def _clear(path: str) -> None:
-    """Remove a socket that nobody listens at any more. Raises OSError where somebody does."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            # So says the kernel of a plain file, too.
-            if stat.S_ISSOCK(os.lstat(path).st_mode):
-                os.unlink(path)
-            return
-        except FileNotFoundError:
-            return
-    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))

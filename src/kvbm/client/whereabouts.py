@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import logging
 import os
-import socket
 import stat
 from collections.abc import Iterator
 from itertools import islice
@@ -25,6 +24,7 @@ from kvbm.errors import SettingsError
 from kvbm.peers import is_ourselves
 from kvbm.runtime_dir import check_runtime_dir, make_runtime_dir, read_private, replace_private
 from kvbm.settings import SOCKET_PATH_BYTES_MAX
+from kvbm.unix_sockets import connect_error
 
 log = logging.getLogger("kvbm.client.whereabouts")
 
@@ -53,7 +53,7 @@ def listening_sockets(runtime_dir: str) -> list[str]:
 
     Raises SettingsError for a directory that others could have put a socket into.
     """
-    return list(islice((path for path in _candidates(runtime_dir) if _connects(path) == 0), MANAGERS_MAX))
+    return list(islice((path for path in _candidates(runtime_dir) if connect_error(path) == 0), MANAGERS_MAX))
 
 
 def known_sockets(runtime_dir: str) -> Sockets:
@@ -64,7 +64,7 @@ def known_sockets(runtime_dir: str) -> Sockets:
     living, dead = [], []
     inside = str(Path(runtime_dir))
     for path in _candidates(runtime_dir):
-        if _connects(path) == 0:
+        if connect_error(path) == 0:
             living.append(path)
         elif os.path.dirname(path) == inside and _is_own_socket(path):
             dead.append(path)
@@ -130,7 +130,7 @@ def sweep(runtime_dir: str) -> None:
     for record in islice(Path(runtime_dir).glob(_NAME + RECORD_SUFFIX), _SWEPT_MAX):
         path = _socket_of(str(record))
         # A path that is not there at all may be one of another container.
-        if path and _connects(path) == errno.ECONNREFUSED:
+        if path and connect_error(path) == errno.ECONNREFUSED:
             with contextlib.suppress(OSError):  # another process sweeps too
                 os.unlink(record)
     for lock in islice(Path(runtime_dir).glob(_PRIVATE_LOCKS), _SWEPT_MAX):
@@ -163,16 +163,3 @@ def _is_own_socket(path: str) -> bool:
     except OSError:
         return False
     return stat.S_ISSOCK(status.st_mode) and is_ourselves(status.st_uid)
-
-
-def _connects(path: str) -> int:
-    """0 where somebody listens, else the error's number. A connection that is closed at once costs them nothing."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(path)
-        except BlockingIOError:
-            return 0  # its queue is full: it is there, and slow
-        except OSError as error:
-            return error.errno or errno.EIO
-        return 0

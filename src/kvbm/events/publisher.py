@@ -30,6 +30,7 @@ from kvbm.events.wire import SEQUENCE_BYTES, cleared_fields, encode
 from kvbm.protocol import TierEvents
 from kvbm.settings import variable
 from kvbm.strict import record_swallowed
+from kvbm.unix_sockets import clear_socket_path
 
 log = logging.getLogger("kvbm.manager")
 
@@ -46,6 +47,7 @@ TOPICS_MAX = 64
 RETRY_MS = 5
 REQUEST_BYTES_MAX = 4096
 LINGER_MS = 500
+IPC = "ipc://"
 END = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 
 
@@ -269,6 +271,9 @@ class EventPublisher:
             self._replays.remove(replay)
 
     def _listen(self, kind: int, field: str, endpoint: str) -> zmq.Socket[Any]:
+        if endpoint.startswith(IPC):
+            # ZMQ removes whatever lies at the path.
+            clear_socket_path(endpoint.removeprefix(IPC), variable(field))
         socket: zmq.Socket[Any] = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, WAITING_MAX if kind == zmq.XPUB else REPLIES_AT_ONCE)
         socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)

@@ -41,6 +41,7 @@ from kvbm.observe.metrics import Metrics
 from kvbm.runtime_dir import make_own_dir, make_runtime_dir, open_lock, replace_private
 from kvbm.settings import Settings, variable, without_credentials
 from kvbm.strict import record_swallowed
+from kvbm.unix_sockets import listening_at, refuse_other_file
 
 if TYPE_CHECKING:
     from kvbm.manager.fleet_side import FleetSide
@@ -83,7 +84,7 @@ def serve(
     if not settings.manager:
         make_runtime_dir(os.path.dirname(os.path.abspath(socket_path)))
     peer_uids = settings.trusted_peer_uids
-    # A client that can connect is served: the socket comes when nothing else can fail.
+    # A client that can connect is served: the socket comes when nothing else can fail. The kernel names each one's user.
     mode = 0o666 if peer_uids else 0o600
     with (
         contextlib.closing(scrapes),
@@ -92,7 +93,7 @@ def serve(
         controller(settings, os.path.abspath(socket_path)) as start_controller,
         publishing(settings, private) as publisher,
         _fleet(settings, clock) as fleet,
-        _listening(socket_path, mode) as listener,
+        listening_at(socket_path, SOCKET_FIELD, mode, _BACKLOG) as listener,
         announced(os.path.abspath(socket_path), settings.runtime_dir),
         contextlib.ExitStack() as undo,
     ):
@@ -179,28 +180,6 @@ def _size(size_bytes: int | None, blocks: int | None) -> str | None:
 
 
 @contextlib.contextmanager
-def _listening(path: str, mode: int) -> Iterator[socket.socket]:
-    """The listening socket at `path`, in a directory that only this user can write to; removed at the end."""
-    make_own_dir(os.path.dirname(os.path.abspath(path)), SOCKET_FIELD)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with contextlib.suppress(FileNotFoundError):  # no earlier manager left one
-            os.unlink(path)
-        try:
-            listener.bind(path)
-        except OSError as error:
-            raise SettingsError(SOCKET_FIELD, path, f"a socket path under 108 bytes ({error})") from None
-        # Where other users are listed, any user may connect: the kernel says which one it is, as it is accepted.
-        os.chmod(path, mode)
-        listener.listen(_BACKLOG)
-        yield listener
-    finally:
-        listener.close()
-        with contextlib.suppress(OSError):  # removed already
-            os.unlink(path)
-
-
-@contextlib.contextmanager
 def _node_door(settings: Settings, socket_path: str, private: bool) -> Iterator[None]:
     """Let leaders on other nodes in, where the settings say so. A private manager does without where it cannot."""
     if settings.node_listen is None:
@@ -276,7 +255,11 @@ class _Signals:
 
 
 def take_lock(socket_path: str) -> int:
-    """The lock of a manager at `socket_path`, held until the descriptor closes; SettingsError when another has it."""
+    """The lock of a manager at `socket_path`, held until the descriptor closes; SettingsError when another has it.
+
+    Raises SettingsError for a path with anything but a socket too, before a lock file lies beside it.
+    """
+    refuse_other_file(socket_path, "--socket")
     make_own_dir(os.path.dirname(os.path.abspath(socket_path)), SOCKET_FIELD)
     try:
         fd = open_lock(socket_path + ".lock")
