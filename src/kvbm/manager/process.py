@@ -84,7 +84,7 @@ def serve(
     if not settings.manager:
         make_runtime_dir(os.path.dirname(os.path.abspath(socket_path)))
     peer_uids = settings.trusted_peer_uids
-    # A client that can connect is served: the socket comes when nothing else can fail. The kernel names each one's user.
+    # A client that can connect is served: the socket comes when nothing else can fail. Each peer's user is checked.
     mode = 0o666 if peer_uids else 0o600
     with (
         contextlib.closing(scrapes),
