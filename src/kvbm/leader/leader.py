@@ -182,6 +182,8 @@ class Leader:
             return Answer(later=True)  # even without a manager: the ranks confirm them
         if not self.ready or computed >= tracked.wanted or computed % self._step:
             return Answer()  # a part of a block is the engine's to copy, not ours to load over
+        if tracked.outdated:
+            return Answer()  # blocks that are found were not computed from those on the device
         if self.joint_loads.awaited(request, tracked.hashes, computed, self._clock()):
             return Answer(later=True)
         search, promised = self._questions.answer(request, tracked, computed)
@@ -254,6 +256,8 @@ class Leader:
                 tracked.preempted(self.lookups.loads(request))
         may_wait = idle
         scheduled = list(scheduled)
+        if self._weights.device_mixed:
+            self._mark_outdated(scheduled)
         if self._at_once:
             # The plan's copies come after this step's forward pass, so it may have the blocks that the step completes.
             with self._link.in_one_write():
@@ -338,9 +342,9 @@ class Leader:
 
     # ---- all of it
 
-    def reset(self, keep_disk: bool = False) -> bool:
+    def reset(self, keep_disk: bool = False, device_emptied: bool = True) -> bool:
         """Forget all blocks (see `Renewal.reset`). False only while a load writes into blocks."""
-        self._renewal.reset(keep_disk)
+        self._renewal.reset(keep_disk, device_emptied)
         return not self.lookups.loading
 
     def weights_changed(self) -> None:
@@ -382,6 +386,13 @@ class Leader:
             self._readied = self._link.readied
             self._questions.ready_again()
             self.announced.begin()
+
+    def _mark_outdated(self, scheduled: Iterable[Scheduled]) -> None:
+        """Requests that begin on a part of a block, which `matched` does not see, depend on the device's cache too."""
+        for entry in scheduled:
+            tracked = self.requests.get(entry.request)
+            if tracked is not None and not tracked.begun and entry.computed_tokens > 0:
+                tracked.outdated = True
 
     def may_wait(self, request: str) -> bool:
         """Whether the answer to the request's lookup may still come within the step's budget."""

@@ -27,13 +27,15 @@ class Renewal:
     announced: Announced
     requests: Mapping[str, Tracked]
 
-    def reset(self, keep_disk: bool) -> None:
-        """Forget all blocks; the engine empties its device's cache too.
+    def reset(self, keep_disk: bool, device_emptied: bool) -> None:
+        """Forget all blocks.
 
         Keys change, so that blocks of before and after (perhaps of other weights) never mix. The manager drops older
-        ones, unless another engine uses them; with `keep_disk` those on disk stay for the next start.
+        ones, unless another engine uses them; with `keep_disk` those on disk stay for the next start. An engine with
+        running requests keeps its device's cache (not `device_emptied`): until it is emptied, requests that use blocks
+        of it are neither loaded nor stored.
         """
-        self.weights.renew()
+        self.weights.renew(device_emptied)
         self._forget_keys()
         self.announced.again()
         self.link.send(Reset(tier="host" if keep_disk else ""))

@@ -38,7 +38,7 @@ class Scheduled(NamedTuple):
     """A request in an engine step: how many of its leading blocks are complete after it, and its block table.
 
     The table is only asked for when it is needed. With several groups `tables` has that of each, and `states` the
-    recurrent states that the step leaves behind.
+    recurrent states that the step leaves behind. `computed_tokens` were on the device before the step.
     """
 
     request: str
@@ -46,6 +46,7 @@ class Scheduled(NamedTuple):
     device_blocks: Callable[[], Sequence[int]]
     tables: Callable[[], Sequence[Sequence[int]]] = lambda: ()
     states: tuple[StateOffer, ...] = ()
+    computed_tokens: int = 0
 
 
 class Told(NamedTuple):

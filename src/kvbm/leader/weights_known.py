@@ -13,17 +13,20 @@ class WeightsKnown:
         self.changes = 0
         """How many changes of the weights the leader knows of."""
         self.device_mixed = False
-        """The device's prefix cache may hold KV of earlier weights."""
+        """The device's prefix cache may hold KV that the present keys do not name: nothing on top of it is stored."""
+        # The next reset of the device's cache belongs to a change of the weights that is known.
+        self._reset_due = False
 
-    def renew(self) -> None:
-        """All blocks are forgotten, and the device's cache is emptied."""
+    def renew(self, device_emptied: bool) -> None:
+        """All blocks are forgotten; those on the device too if its cache could be emptied."""
         self.salt.renew()
-        self.device_mixed = False
+        self.device_mixed = not device_emptied
+        self._reset_due = self._reset_due and not device_emptied
 
     def changed(self) -> None:
         """The ranks compute with other weights."""
         self.changes += 1
-        self.device_mixed = True
+        self.device_mixed = self._reset_due = True
         self.salt.renew()
 
     def named(self, version: str) -> bool:
@@ -33,8 +36,8 @@ class WeightsKnown:
     def device_was_reset(self, may_change: bool) -> bool:
         """The engine emptied its device's cache. If weights may change, and we saw no change and the trainer named
         none, this may be the only sign of one."""
-        changed = may_change and not self.device_mixed and not self.salt.named
+        changed = may_change and not self._reset_due and not self.salt.named
         if changed:
             self.changed()
-        self.device_mixed = False
+        self.device_mixed = self._reset_due = False
         return changed

@@ -236,16 +236,16 @@ class SchedulerSide:
         table = partial(self._tables.get, name)
         hybrid = self._hybrid
         if hybrid is None:
-            return Scheduled(name, complete, table)
+            return Scheduled(name, complete, table, computed_tokens=computed)
         tables = partial(self._group_tables, name, hybrid)
         if not states:
-            return Scheduled(name, complete, table, tables)
+            return Scheduled(name, complete, table, tables, computed_tokens=computed)
         offers = tuple(
             StateOffer(hybrid.ids.index(group), block, tokens // self.block_tokens)
             for group, block, tokens in states
             if group in hybrid.ids and tokens % self.block_tokens == 0
         )
-        return Scheduled(name, complete, table, tables, offers)
+        return Scheduled(name, complete, table, tables, offers, computed)
 
     def _group_tables(self, request_id: str, hybrid: Hybrid) -> list[Sequence[int]]:
         return hybrid.in_order(self._tables.of_groups(request_id))
@@ -276,9 +276,10 @@ class SchedulerSide:
         return self.leader.stores.pending
 
     def reset(self) -> bool:
-        """Forget all blocks. vLLM empties its device's cache in the same call: that is no second reset."""
-        self._blocks.take_reset()
-        return self.leader.reset(keep_disk=self._weights_may_change)
+        """Forget all blocks. vLLM tried to empty its device's cache earlier in the same call: that is no second
+        reset, and it fails while a request has blocks."""
+        emptied = self._blocks.take_reset() or self._blocks.pool is None
+        return self.leader.reset(keep_disk=self._weights_may_change, device_emptied=emptied)
 
     def give_up_pins(self) -> bool:
         """The engine is about to empty its cache. True if something kept it from that."""

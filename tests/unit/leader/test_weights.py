@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvbm.hashing import split_keys
-from kvbm.leader.tracked import Answer
+from kvbm.leader.tracked import Answer, Scheduled
 from kvbm.protocol import Commit, Release, Reserve, Reset
 from kvbm.step_plan import StepReport
-from rigs.leader import Bench
+from rigs.leader import TABLE, Bench
 
 
 def test_after_a_reset_no_key_is_what_it_was(bench: Bench) -> None:
@@ -23,6 +23,74 @@ def test_after_a_reset_no_key_is_what_it_was(bench: Bench) -> None:
     bench.step({"b": 2})
     (reserve,) = bench.manager.said()
     assert not set(split_keys(before.keys)) & set(split_keys(reserve.keys))
+
+
+def reset_while_requests_run(bench: Bench) -> None:
+    """The engine keeps its device's cache."""
+    bench.leader.reset(device_emptied=False)
+    bench.manager.said()
+
+
+def stored_blocks(bench: Bench) -> int:
+    """How many blocks the leader has reserved slots for since the last call."""
+    return sum(len(split_keys(m.keys)) for m in bench.manager.said() if isinstance(m, Reserve))
+
+
+def test_nothing_on_the_device_is_stored_after_a_reset_that_the_device_refused(bench: Bench) -> None:
+    """Others find blocks of before the reset there."""
+    bench.add("ran")
+    bench.step({"ran": 2})
+    bench.manager.said()
+    reset_while_requests_run(bench)
+    for request, computed in (("on it", 4), ("afresh", 0), ("on it too", 4)):
+        bench.add(request, on_device=computed)
+        assert not bench.leader.matched(request, computed).blocks
+        bench.step({"ran": 8, request: 8})
+        assert stored_blocks(bench) == (0 if computed else 8), request
+    bench.leader.device_was_reset(weights_may_change=False)
+    bench.manager.said()
+    bench.add("later", on_device=4)
+    bench.leader.matched("later", 4)
+    bench.step({"later": 8})
+    assert stored_blocks(bench) == 8
+
+
+def test_a_second_reset_that_empties_the_device_ends_what_the_first_began(bench: Bench) -> None:
+    reset_while_requests_run(bench)
+    bench.leader.reset()
+    bench.manager.said()
+    bench.add("r", on_device=4)
+    bench.leader.matched("r", 4)
+    bench.step({"r": 8})
+    assert stored_blocks(bench) == 8
+
+
+def test_a_request_that_begins_on_a_part_of_an_old_block_is_not_stored(bench: Bench) -> None:
+    """The engine copies the part that matches; it is no whole block, so the match begins at 0."""
+    reset_while_requests_run(bench)
+    for request, tokens in (("on a part", 3), ("afresh", 0)):
+        bench.add(request)
+        bench.leader.matched(request, 0)
+        bench.leader.step([Scheduled(request, 8, lambda: TABLE, computed_tokens=tokens)], (), 0, False)
+        assert stored_blocks(bench) == (0 if tokens else 8), request
+
+
+def test_nothing_is_loaded_behind_blocks_of_before_a_refused_reset(bench: Bench) -> None:
+    """Text computed from a mix of both would be that of no engine."""
+    reset_while_requests_run(bench)
+    lookup = bench.add("r")
+    bench.answer(lookup, 8)
+    assert bench.leader.matched("r", 3) == Answer()
+    assert bench.leader.matched("r", 0) == Answer(blocks=8), "the device has dropped them"
+
+
+def test_a_device_that_is_emptied_after_a_refused_reset_may_have_other_weights(bench: Bench) -> None:
+    """The refused reset may have come before the weights changed."""
+    reset_while_requests_run(bench)
+    before = bench.add("a")
+    bench.leader.device_was_reset(weights_may_change=True)
+    bench.manager.said()
+    assert not set(split_keys(before.keys)) & set(split_keys(bench.add("b").keys))
 
 
 def test_a_reset_waits_for_nobody_but_says_that_a_load_runs(bench: Bench) -> None:

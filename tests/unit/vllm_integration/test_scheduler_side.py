@@ -163,3 +163,20 @@ def test_a_mode_that_several_groups_do_not_have_is_told_where_it_was_asked_for(
     made.manager.close()
     told = [line.split()[0] for line in caplog.messages if "has no effect: this model" in line]
     assert told == (["onboard_mode=layerwise"] if mode == "layerwise" else [])
+
+
+@pytest.mark.parametrize("emptied", [True, False])
+def test_vllms_pool_shows_whether_a_reset_emptied_the_device(side: Side, emptied: bool) -> None:
+    """It makes a new index when its cache is emptied, and keeps the old one while requests have blocks."""
+    pool = SimpleNamespace(cached_block_hash_to_block={}, get_cached_block=lambda block_hash, groups: None)
+    side.side.bind_block_pool(pool)
+    if emptied:
+        pool.cached_block_hash_to_block = {}
+    side.side.reset()
+    request = side.request("r", 3, "")
+    request.lora_request = None
+    side.side.added(request)
+    side.side.matched(request, 8)
+    request.num_computed_tokens = 8
+    side.step(r=4)
+    assert len(side.said(Reserve)) == emptied
