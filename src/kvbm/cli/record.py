@@ -15,27 +15,39 @@ from rich.console import Console
 
 from kvbm.cli.managers import settings_for
 from kvbm.client.admin import Admin, choose_manager
-from kvbm.errors import ManagerUnavailable, SettingsError
+from kvbm.clock import Clock, monotonic
+from kvbm.errors import KvbmError, ManagerUnavailable, SettingsError
 from kvbm.protocol import Follow
 from kvbm.sim.traces.recorder import Recorder
 
 _LOOK_S = 0.5
+FLUSH_S = 1.0
 
 app = typer.Typer()
 
 
 def follow(
-    admin: Admin, recorder: Recorder, go_on: Callable[[], bool], on_progress: Callable[[], None]
+    admin: Admin,
+    recorder: Recorder,
+    go_on: Callable[[], bool],
+    on_progress: Callable[[], None],
+    clock: Clock = monotonic,
 ) -> str:
-    """Record until `go_on` is False (called twice a second). Returns why it ended before that, or an empty text."""
+    """Record until `go_on` is False (called twice a second). Returns why it ended before that, or an empty text.
+
+    The file is flushed each second. Raises OSError where it cannot be written.
+    """
     try:
         admin.tell(Follow())
-        going = True
+        going, flushed_s = True, clock()
         while going:
             # Called first: messages that arrived before the end are still recorded.
             going = go_on()
             for message in admin.hear(_LOOK_S if going else 0.0):
                 recorder.receive(message)
+            if clock() - flushed_s >= FLUSH_S:
+                recorder.flush()
+                flushed_s = clock()
             on_progress()
     except ManagerUnavailable as error:
         return str(error)
@@ -66,6 +78,9 @@ def record(
 ) -> None:
     """Record the requests to a running manager: hashes, lengths and times, never a token.
 
+    Ctrl-C, SIGTERM and a closed terminal end it. The file is flushed each second: a recording that is killed, or whose
+    disk is full, can be read up to there.
+
     \b
       kvbm record monday.jsonl.gz --seconds 3600
       kvbm simulate monday.jsonl.gz --policy gittins,lru --host 1%,5%,20%
@@ -79,6 +94,7 @@ def record(
     console = Console(stderr=True)
     socket_path = choose_manager(settings)
     with (
+        _writing(file),
         Admin(socket_path, settings) as admin,
         _create(file) as opened,
         _stop_requested() as stopped,
@@ -110,13 +126,26 @@ def record(
 def _stop_requested() -> Iterator[Callable[[], bool]]:
     """Gives a function: has a signal asked the process to end? No signal may cut a compressed file short."""
     received: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else it runs under nohup
+        numbers.append(signal.SIGHUP)
     before = [signal.signal(number, lambda number, frame: received.append(number)) for number in numbers]
     try:
         yield lambda: bool(received)
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+
+
+@contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    """Raises KvbmError in place of an OSError, which is of the file alone: errors of the manager are KvbmErrors."""
+    try:
+        yield
+    except OSError as error:
+        raise KvbmError(
+            f"{file}: cannot be written ({error.strerror}): it ends before, and can be read up to there"
+        ) from None
 
 
 def _create(file: Path) -> IO[bytes]:

@@ -9,9 +9,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from kvbm.cli.record import follow
+from kvbm.client.admin import Admin
+from kvbm.clock import ManualClock
 from kvbm.hashing import chain_keys, join_keys
 from kvbm.protocol import PROTOCOL_VERSION, Asked, Ended, Finished, Follow, Hello, Welcome
 from kvbm.sim.traces import recorder as recorder_module
@@ -119,7 +123,10 @@ def test_a_follower_hears_of_every_request_and_an_admin_who_does_not_follow_of_n
     assert leader.lookup(2, manager_bench.KEYS[:3]).slots == ()
 
 
-def test_the_command_ends_its_file_when_it_is_told_to_stop(manager: ManagerBench, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_command_ends_its_file_when_it_is_told_to_stop(
+    manager: ManagerBench, tmp_path: Path, number: signal.Signals
+) -> None:
     leader, _ = manager.engine()
     file = tmp_path / "trace.jsonl.gz"
     words = ("record", str(file), "--manager", manager.path)
@@ -129,7 +136,7 @@ def test_the_command_ends_its_file_when_it_is_told_to_stop(manager: ManagerBench
             leader.lookup(1, manager_bench.KEYS[:3])
             leader.send(Finished(key=manager_bench.KEYS[2], output_tokens=9))
             manager.step()
-            child.send_signal(signal.SIGTERM)
+            child.send_signal(number)
             _, said = child.communicate(timeout=60.0)
         finally:
             child.kill()
@@ -138,6 +145,85 @@ def test_the_command_ends_its_file_when_it_is_told_to_stop(manager: ManagerBench
     assert f"1requestswrittento{file}" in "".join(said.decode().split())
     (request,) = read_trace(file).requests
     assert (len(request.blocks), request.output_tokens) == (3, 9)
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+def test_a_recording_that_is_killed_has_what_had_ended(
+    manager: ManagerBench, tmp_path: Path, name: str
+) -> None:
+    leader, _ = manager.engine()
+    file = tmp_path / name
+    words = ("record", str(file), "--manager", manager.path)
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvbm.cli.main", *words], stderr=subprocess.DEVNULL
+    ) as child:
+        try:
+            manager.until(lambda: manager.server._followers._numbers, "it never followed")
+            leader.lookup(1, manager_bench.KEYS[:3])
+            leader.send(Finished(key=manager_bench.KEYS[2], output_tokens=9))
+            # A compressed file has a header from the start.
+            manager.until(lambda: file.exists() and file.stat().st_size > 100, "nothing is in the file")
+        finally:
+            child.kill()
+    (request,) = read_trace(file).requests
+    assert (len(request.blocks), request.output_tokens) == (3, 9)
+
+
+class Written(io.BytesIO):
+    """A file that notes how much of it has been flushed."""
+
+    flushed = b""
+
+    def flush(self) -> None:
+        super().flush()
+        self.flushed = self.getvalue()
+
+
+class Messages:
+    """A manager that sends so many messages, and lets a while pass before each."""
+
+    def __init__(self, clock: ManualClock, step_s: float, *messages: Asked | Ended) -> None:
+        self._clock, self._step_s, self._messages = clock, step_s, list(messages)
+
+    def tell(self, message: Follow) -> None:
+        """The recorder follows."""
+
+    def hear(self, wait_s: float) -> list[Asked | Ended]:
+        self._clock.advance(self._step_s)
+        return [self._messages.pop(0)] if self._messages else []
+
+
+def test_the_file_is_flushed_each_second_and_not_for_each_request() -> None:
+    clock, file = ManualClock(100.0), Written()
+    recorder, flushed = Recorder(file), list[int]()
+    messages = [m for n in range(1, 9) for m in (asked(n, float(n)), ended(n, n + 0.5, 1))]
+    source = cast(Admin, Messages(clock, 0.1, *messages))
+    follow(
+        source, recorder, lambda: clock() < 102.5, lambda: flushed.append(file.flushed.count(b"\n")), clock
+    )
+    assert sorted(set(flushed)) == [0, 6, 9], "a header, and five requests in the first second"
+
+
+def test_a_full_disk_is_one_line(manager: ManagerBench) -> None:
+    leader, _ = manager.engine()
+    words = ("record", "/dev/full", "--manager", manager.path)
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvbm.cli.main", *words], stderr=subprocess.PIPE, text=True
+    ) as child:
+        try:
+            manager.until(lambda: manager.server._followers._numbers, "it never followed")
+            leader.lookup(1, manager_bench.KEYS[:3])
+            leader.send(Finished(key=manager_bench.KEYS[2], output_tokens=9))
+            manager.until(lambda: child.poll() is not None, "it goes on")
+            assert child.stderr is not None
+            said = child.stderr.read()
+        finally:
+            child.kill()
+    assert child.returncode == 2
+    assert said.splitlines()[-1] == (
+        "kvbm: /dev/full: cannot be written (No space left on device): it ends before, and can be read up to there"
+    )
+    assert "Traceback" not in said
 
 
 def test_a_manager_that_does_not_serve_it_leaves_no_file(tmp_path: Path) -> None:

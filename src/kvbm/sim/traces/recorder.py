@@ -26,6 +26,7 @@ class Recorder:
         self._file = file
         self._namespace = namespace
         self._fingerprint = b""
+        self._unflushed = False
         self._writer: RecordingWriter | None = None
         self._block_tokens = 0
         self._start_s = 0.0
@@ -49,10 +50,17 @@ class Recorder:
             if message.fingerprint == self._fingerprint and key in self._running:
                 self._write(key, message.output_tokens, message.at_s)
 
+    def flush(self) -> None:
+        """Hand what is written to the file system: a reader finds it there even if this process is killed."""
+        if self._unflushed:
+            self._file.flush()
+            self._unflushed = False
+
     def close(self) -> None:
         """Write the requests that have not ended."""
         for key in list(self._running):
             self._write(key, 0, None)
+        self.flush()
 
     def _begin(self, message: Asked) -> None:
         self._fingerprint, self.model = message.fingerprint, message.model
@@ -70,3 +78,4 @@ class Recorder:
             seconds=None if ended_s is None else max(0.0, ended_s - at_s),
         )
         self.written += 1
+        self._unflushed = True

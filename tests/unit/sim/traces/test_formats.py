@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import logging
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +285,34 @@ def test_files_that_are_no_json(tmp_path: Path) -> None:
             read_trace(path)
     with pytest.raises(TraceError, match=r"nowhere: cannot be read: No such file"):
         read_trace(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_recording_is_read_up_to_where_it_was_cut(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kvbm"), "propagate", True)
+    file = tmp_path / "t"
+    written = io.BytesIO()
+    out = gzip.GzipFile(fileobj=written, mode="wb") if packed else written
+    writer = RecordingWriter(out, 4)
+    for number in range(3):
+        writer.add(float(number), [bytes([number] * 16)], 4, 1)
+        out.flush()
+    text = written.getvalue()
+    counts = []
+    for end in range(len(text) + 1):
+        file.write_bytes(text[:end])
+        caplog.clear()
+        try:
+            counts.append(len(read_trace(file).requests))
+        except TraceError:
+            counts.append(0)
+        said = [record.getMessage() for record in caplog.records]
+        assert all(
+            re.fullmatch(r".*/t ends in the middle of line \d: what .* is read", line) for line in said
+        )
+    assert counts == sorted(counts) and sorted(set(counts)) == [0, 1, 2, 3]
 
 
 def test_directories_hold_sessions_only(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from kvbm.sim.traces.formats.text import (
     starts_as_json,
     unusable,
     whole,
+    whole_lines,
 )
 from kvbm.sim.traces.trace import Trace, TraceBuilder
 
@@ -84,7 +85,7 @@ def _read_file(path: Path) -> Source:
     keys = _keys_of(path, first)
     again: Iterator[tuple[int, bytes]] = chain([first], numbered)
     if "kvbm_trace" in keys:
-        return read_recording(path, again)
+        return read_recording(path, whole_lines(path))
     if "requests" in keys:
         source = Source(0)
         _add_sessions(path, source)

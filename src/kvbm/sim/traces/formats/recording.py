@@ -10,6 +10,7 @@ JSON Lines, plain or gzip. The first line is the header, every other one a reque
 there, hashed with a salt that the file does not hold and cut. So equal keys mean equal prefixes inside one file, and
 nobody who guesses a text can look for it. With `after`, the chain begins with that key and all before it, as an earlier
 line had them: a conversation's history is written once. `namespace` is a digest of the fingerprint.
+A recording that was cut short is one up to its last line end.
 Requests may be in any order but for that; a reader sorts them by `at_s`, which counts from wherever the writer began.
 """
 
@@ -104,8 +105,8 @@ class RecordingWriter:
 
 
 def read_recording(path: Path, numbered: Iterator[tuple[int, bytes]]) -> Source:
-    """The recording in the lines of `path`. `TraceError` where it is not one."""
-    number, text = next(numbered)
+    """The recording in the lines of `path`. `TraceError` where it is not one, or has no whole line."""
+    number, text = next(numbered, (1, b""))
     header = decode(f"{path}:{number}", text, RecordingHeader)
     if header.kvbm_trace != VERSION:
         raise unusable(f"{path}:{number}", "kvbm_trace", header.kvbm_trace, f"version {VERSION}")

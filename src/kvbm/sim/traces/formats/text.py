@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import logging
 import re
 import zlib
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 from kvbm.errors import KvbmError
+
+log = logging.getLogger("kvbm.sim")
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
@@ -38,6 +41,25 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
     except (OSError, EOFError, zlib.error) as error:
         place = f"{path}:{number}" if number else str(path)
         raise TraceError(f"{place}: cannot be read: {_reason(error)}") from None
+
+
+def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The same without what follows the last line end, as a writer that was killed leaves it, and a warning then."""
+    number = 0
+    try:
+        with _open(path) as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
+                if line := line.strip():
+                    yield number, line
+            else:
+                return
+    except EOFError:
+        number += 1
+    except (OSError, zlib.error) as error:
+        raise TraceError(f"{path}:{number}: cannot be read: {_reason(error)}") from None
+    log.warning("%s ends in the middle of line %d: what is before it is read", path, number)
 
 
 def whole(path: Path) -> bytes:
