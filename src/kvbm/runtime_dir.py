@@ -36,6 +36,11 @@ def check_runtime_dir(path: str) -> bool:
     return _check(path, FIELD) >= 0
 
 
+def check_own_dir(path: str, field: str) -> None:
+    """Raise SettingsError, which names `field`, for a directory of another user, or one that others can write to."""
+    _check(path, field)
+
+
 def make_own_dir(path: str, field: str, mode: int = 0o700) -> None:
     """Make a directory that the user named, with this mode, whatever the umask. One that is there keeps its own.
 

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator
 
 from kvbm.errors import SettingsError
-from kvbm.runtime_dir import make_own_dir
+from kvbm.runtime_dir import check_own_dir, make_own_dir
 
 _ACCEPTED = "a path where there is nothing, or a socket that no process listens at"
 
@@ -51,6 +51,12 @@ def clear_socket_path(path: str, field: str) -> None:
             os.unlink(path)
     elif code != errno.ENOENT:
         raise SettingsError(field, path, f"{_ACCEPTED}; {os.strerror(code or errno.EADDRINUSE)}")
+
+
+def refuse_socket_path(path: str, field: str) -> None:
+    """Raise SettingsError, which names `field`, where no socket can be made, whatever runs."""
+    refuse_other_file(path, field)
+    check_own_dir(os.path.dirname(os.path.abspath(path)), field)
 
 
 def refuse_other_file(path: str, field: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -88,10 +89,13 @@ def check(
 ) -> None:
     """Say what is wrong with a settings file, one line for each fault; exit 2 if anything is.
 
-    The file alone is looked at, without the environment. A name that no setting has is a fault here.
+    The file alone is looked at, without the environment. A name that no setting has is a fault here. A file that
+    passes starts `kvbm manager` on this machine: policies, packages, certificates, keys, directories and addresses are
+    looked for as at its start, and the key command is run. Sizes above this machine's memory and disk have a note.
     """
-    faults = file_faults(file)
-    notes = [] if faults else _notes(file)
+    faults, notes = file_faults(file), list[str]()
+    if not faults:
+        faults, notes = _try_settings(file)
     if as_json:
         print(json.dumps({"file": str(file), "faults": faults, "notes": notes}, indent=2))
     else:
@@ -104,10 +108,21 @@ def check(
     raise typer.Exit(2 if faults else 0)
 
 
-def _notes(file: Path) -> list[str]:
-    """Settings of a sound file that have no effect, and choices that may surprise."""
+def _try_settings(file: Path) -> tuple[list[str], list[str]]:
+    """What a manager cannot use in a file whose values can be read; and its settings that have no effect, choices that
+    may surprise, and sizes above the machine's."""
+    # Imported late: the other commands do not need the manager's code.
+    check = importlib.import_module("kvbm.manager.settings_check")
     loaded = load_settings({}, file=file, memory_bytes=available_memory_bytes())
-    return [*loaded.warnings, *loaded.notices]
+    if faults := check.settings_faults(loaded.settings):
+        return [str(_named_in(file, fault)) for fault in faults], []
+    return [], [*loaded.warnings, *loaded.notices, *check.size_warnings(loaded.settings)]
+
+
+def _named_in(file: Path, fault: SettingsError) -> SettingsError:
+    """The error with the name that a settings file has for the setting."""
+    name = next((name for name, setting in FIELDS.items() if setting.variable == fault.field), "")
+    return SettingsError(f"{file}: {name}", fault.value, fault.accepted) if name else fault
 
 
 def parse_json(field: str, text: str) -> object:

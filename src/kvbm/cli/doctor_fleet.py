@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from kvbm.cli.doctor_check import Check, advice, fault, ok
 from kvbm.clock import monotonic
 from kvbm.errors import KvbmError, ProtocolError, SettingsError
-from kvbm.fleet.directory import Peer, split_address
+from kvbm.fleet.directory import Peer
 from kvbm.fleet.etcd import NOT_REACHED_YET, open_etcd_directory
+from kvbm.fleet.listening import listening
 from kvbm.fleet.named import certificates, fleet_name, node_name
 from kvbm.fleet.static import StaticDirectory
 from kvbm.fleet.tls import CERTIFICATES_PAGE, certified, lending_context, reading_context
 from kvbm.layout import BlockLayout
-from kvbm.manager.peer_server import listening
+from kvbm.manager.peer_server import HARM
 from kvbm.settings import Settings, variable
 from kvbm.tiers.peers.connecting import connect, greeting
 from kvbm.tiers.peers.options import PeerOptions
@@ -115,8 +116,7 @@ def _check_listen(settings: Settings, certified_ends: bool, manager_runs: bool) 
     if not listen:
         return advice(name, f"{field} is not set: this node reads and lends nothing", f"set {field} to lend")
     try:
-        host, port = split_address(field, listen)
-        listening(field, listen, host, port, plain_everywhere=certified_ends or settings.fleet_plain).close()
+        listening(field, listen, certified_ends or settings.fleet_plain, HARM).close()
     except SettingsError as error:
         if manager_runs and os.strerror(errno.EADDRINUSE) in str(error):
             return ok(name, f"{listen} is in use, and a manager runs")

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import typer
 
 from kvbm.client.finder import SOCKET_NAME
-from kvbm.errors import SettingsError
 from kvbm.observe.log import configure
 from kvbm.runtime_dir import make_own_dir, make_runtime_dir
 from kvbm.settings import (
@@ -22,7 +21,6 @@ from kvbm.settings import (
     available_memory_bytes,
     load_settings,
     manager_notices,
-    parse_socket_path,
     process_environment,
     variable,
 )
@@ -74,7 +72,7 @@ def _keyword(name: str, annotation: Any, default: object) -> inspect.Parameter:
 def _manager(file: Path | None, namespaces: int, **overrides: object) -> None:
     """Run a manager that the engines of this node share.
 
-    It stays in the foreground. SIGTERM or Ctrl-C stops it; the blocks in the disk tier are kept.
+    It stays in the foreground. SIGTERM, Ctrl-C or a closed terminal stops it; the blocks in the disk tier are kept.
     """
     if overrides["metrics"] is None and (overrides["metrics_host"] or overrides["metrics_port"]):
         # A user who sets the address wants the page.
@@ -102,19 +100,20 @@ def run(overrides: dict[str, object], file: Path | None, namespaces: int) -> Non
     """Load the settings, print what engines must set, and serve until a signal comes."""
     loaded = load_settings(process_environment(), overrides, file, memory_bytes=available_memory_bytes())
     settings = loaded.settings
-    socket_path = os.path.abspath(settings.manager or os.path.join(settings.runtime_dir, SOCKET_NAME))
-    parse_socket_path(FIELDS["manager"].flag, socket_path)
+    # Imported late: `--help` and the error for a wrong value do not need the manager's code.
+    check = importlib.import_module("kvbm.manager.settings_check")
+    for fault in check.settings_faults(settings):
+        raise fault
+    socket_path = check.socket_path(settings)
     configure(settings.log_level)
-    for line in (*loaded.warnings, *loaded.notices, *manager_notices(settings, loaded.origins)):
+    notices = (*loaded.notices, *manager_notices(settings, loaded.origins), *check.size_warnings(settings))
+    for line in (*loaded.warnings, *notices):
         log.warning("%s", line)
     if not settings.manager:
         make_runtime_dir(settings.runtime_dir)
-    if settings.disk_on:
-        _refuse_no_directory(settings.disk_dir)
     if settings.trusted_peer_uids:
         # Other users must reach the socket, but nothing else in the directory.
         make_own_dir(os.path.dirname(socket_path), variable("manager"), mode=0o711)
-    # Imported late: `--help` and the error for a wrong setting do not need the manager's code.
     process = importlib.import_module("kvbm.manager.process")
     lock_fd = process.take_lock(socket_path)
     try:
@@ -129,15 +128,3 @@ def run(overrides: dict[str, object], file: Path | None, namespaces: int) -> Non
         )
     finally:
         os.close(lock_fd)
-
-
-def _refuse_no_directory(path: str) -> None:
-    """A directory of a disk is made when the first engine comes: a path through a file can never become one."""
-    try:
-        os.stat(path)
-    except NotADirectoryError as error:
-        raise SettingsError(
-            variable("disk_dir"), path, f"a directory, or a path at which one can be made ({error.strerror})"
-        ) from None
-    except OSError:
-        return

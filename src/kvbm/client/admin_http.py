@@ -14,7 +14,7 @@ from fcntl import LOCK_EX, flock
 from kvbm.errors import SettingsError
 from kvbm.runtime_dir import make_runtime_dir, open_lock, read_private, replace_private
 from kvbm.settings import variable
-from kvbm.unix_sockets import listening_at
+from kvbm.unix_sockets import listening_at, refuse_socket_path
 
 DEFAULT_ADDRESS = "127.0.0.1:6881"
 FIELD, TOKEN_FIELD = variable("admin_http"), "admin token"
@@ -57,6 +57,15 @@ def listening(address: str, tries: int = 1) -> Iterator[socket.socket]:
         with listener:
             yield listener
         return
+
+
+def refuse_address(address: str, runtime_dir: str) -> None:
+    """Raise SettingsError where `listening` cannot listen, but not for a port in use, or the token is unusable."""
+    if address.startswith(UNIX):
+        refuse_socket_path(address.removeprefix(UNIX), FIELD)
+        return
+    if os.path.lexists(token_path(runtime_dir)):
+        _read_token(token_path(runtime_dir))
 
 
 def url_of(listener: socket.socket) -> str:

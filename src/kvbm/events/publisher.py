@@ -30,7 +30,7 @@ from kvbm.events.wire import SEQUENCE_BYTES, cleared_fields, encode
 from kvbm.protocol import TierEvents
 from kvbm.settings import variable
 from kvbm.strict import record_swallowed
-from kvbm.unix_sockets import clear_socket_path
+from kvbm.unix_sockets import clear_socket_path, refuse_socket_path
 
 log = logging.getLogger("kvbm.manager")
 
@@ -294,6 +294,23 @@ class EventPublisher:
                 f"an address of this machine where nobody listens yet ({error.strerror})",
             ) from None
         return socket
+
+
+def refuse_endpoint(field: str, endpoint: str) -> None:
+    """Raise SettingsError where this machine has no such address. A port in use is none: another one is tried."""
+    if endpoint.startswith(IPC):
+        refuse_socket_path(endpoint.removeprefix(IPC), variable(field))
+        return
+    address, _, _ = endpoint.rpartition(":")
+    with zmq.Context() as context, context.socket(zmq.XPUB) as socket:
+        if "[" in endpoint:
+            socket.setsockopt(zmq.IPV6, 1)
+        try:
+            socket.bind(f"{address}:*")
+        except zmq.ZMQError as error:
+            raise SettingsError(
+                variable(field), endpoint, f"an address of this machine ({error.strerror})"
+            ) from None
 
 
 def _readable(socket: zmq.Socket[Any]) -> bool:

@@ -181,8 +181,14 @@ def open_etcd_directory(endpoints: Sequence[str], fleet: str, me: Peer | None, c
     """The fleet's nodes in etcd, at `http://host:port` or `https://host:port` each.
 
     With https its certificate is of a public authority, or of one that `REQUESTS_CA_BUNDLE` names; we show none, and no
-    user. Raises SettingsError for endpoints that are none, and where the package is missing. etcd need not be up.
+    user. Raises SettingsError as `refuse_endpoints` does. etcd need not be up.
     """
+    refuse_endpoints(endpoints)
+    return EtcdDirectory(endpoints, fleet, me, _Gateway, clock)
+
+
+def refuse_endpoints(endpoints: Sequence[str]) -> None:
+    """Raise SettingsError for endpoints that are none, and where the package is missing."""
     field = variable("fleet_etcd")
     for endpoint in endpoints:
         parts = urlsplit(endpoint)
@@ -202,7 +208,6 @@ def open_etcd_directory(endpoints: Sequence[str], fleet: str, me: Peer | None, c
         raise SettingsError(
             field, endpoints[0], "etcd needs a package: pip install 'openkvbm[fleet]'"
         ) from None
-    return EtcdDirectory(endpoints, fleet, me, _Gateway, clock)
 
 
 class _Gateway:

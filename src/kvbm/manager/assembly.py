@@ -48,6 +48,12 @@ STAGING_BLOCKS_MIN = 4
 """With fewer, one slow block would delay all others on their way to disk and back."""
 
 
+def refuse_policies(settings: Settings, now_s: float) -> None:
+    """Raise SettingsError for an eviction or admission policy that is not known or cannot be made."""
+    refuse_eviction(variable("eviction"), settings.eviction)
+    choose_admission(variable("disk_admission"), admission_name(settings), 1, now_s)
+
+
 class SpaceTable:
     """The spaces of one manager by fingerprint; at most `namespaces_max`, each with an equal share of every tier."""
 
@@ -64,9 +70,7 @@ class SpaceTable:
 
         Raises SettingsError for an eviction or admission policy that is not known or cannot be made."""
         assert namespaces_max > 0
-        refuse_eviction(variable("eviction"), settings.eviction)
-        choose_admission(variable("disk_admission"), admission_name(settings), 1, clock())
-        choose_admission(variable("remote_admission"), settings.remote_admission, 1, clock())
+        refuse_policies(settings, clock())
         self._remote = _remote_opening(settings, clock)
         self.settings = settings
         self.namespaces_max = namespaces_max

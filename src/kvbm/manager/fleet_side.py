@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from kvbm.clock import Clock
 from kvbm.errors import SettingsError
 from kvbm.fleet.directory import Directory, Peer, split_address
-from kvbm.fleet.etcd import open_etcd_directory
+from kvbm.fleet.etcd import open_etcd_directory, refuse_endpoints
 from kvbm.fleet.named import certificates, fleet_name, node_name
 from kvbm.fleet.static import StaticDirectory
 from kvbm.fleet.tls import lending_context, reading_context
@@ -29,20 +29,58 @@ READS_MAX = 8
 _ANYWHERE = ("0.0.0.0", "::")
 
 
+class FleetParts:
+    """The node, its certificates and the directory that the settings of a fleet name, checked; nothing is opened.
+
+    Raises SettingsError. No other node need be there.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        assert settings.fleet
+        fleet_name(settings)
+        self.node = node_name(settings)
+        self.files = certificates(settings)
+        self.reading: ssl.SSLContext | None = reading_context(self.files) if self.files else None
+        self.lending: ssl.SSLContext | None = lending_context(self.files) if self.files else None
+        if bool(settings.fleet_peers) == bool(settings.fleet_etcd):
+            accepted = f"one of {variable('fleet_peers')} and {variable('fleet_etcd')} beside it"
+            raise SettingsError(variable("fleet"), settings.fleet, accepted)
+        self.peers: StaticDirectory | None = None
+        self.endpoints: list[str] = []
+        if settings.fleet_peers:
+            self.peers = StaticDirectory(settings.fleet_peers, variable("fleet_peers"))
+        else:
+            self.endpoints = [part.strip() for part in (settings.fleet_etcd or "").split(",") if part.strip()]
+            refuse_endpoints(self.endpoints)
+        self.entry = _entry(settings, self.node) if self.peers is None else None
+
+
+def _entry(settings: Settings, node: str) -> Peer | None:
+    """This node's entry in a directory; None where it lends nothing. Raises SettingsError."""
+    address = settings.fleet_address or settings.fleet_listen
+    if not settings.fleet_listen or address is None:
+        return None
+    field = variable("fleet_address" if settings.fleet_address else "fleet_listen")
+    host, _ = split_address(field, address)
+    if host in _ANYWHERE:
+        accepted = f"an address that others can reach, or {variable('fleet_address')} beside it"
+        raise SettingsError(field, address, accepted)
+    return Peer(address, node)
+
+
 class FleetSide:
     """Owned by the manager's thread. `close` comes before the spaces are closed."""
 
     def __init__(self, settings: Settings, clock: Clock) -> None:
-        """Raises SettingsError for whatever cannot be used; no other node need be there."""
-        assert settings.fleet
+        """Raises SettingsError as `FleetParts` does."""
         self._settings, self._clock = settings, clock
-        fleet_name(settings)
-        self.node = node_name(settings)
-        self._files = certificates(settings)
-        self._reading: ssl.SSLContext | None = reading_context(self._files) if self._files else None
-        self.directory = self._directory()
+        parts = FleetParts(settings)
+        self.node, self._reading, self._lending_tls = parts.node, parts.reading, parts.lending
+        self.directory: Directory = parts.peers or open_etcd_directory(
+            parts.endpoints, settings.fleet or "", parts.entry, clock
+        )
         self.mover = open_mover(
-            settings.fleet_transport, self._files is not None, variable("fleet_transport")
+            settings.fleet_transport, parts.files is not None, variable("fleet_transport")
         )
         self.lending: Lending | None = None
         self.server: PeerServer | None = None
@@ -75,7 +113,7 @@ class FleetSide:
         try:
             self.server = PeerServer(
                 settings.fleet_listen,
-                lending_context(self._files) if self._files else None,
+                self._lending_tls,
                 settings.fleet,
                 self.node,
                 lending,
@@ -107,27 +145,3 @@ class FleetSide:
         self.directory.close()
         if self.mover is not None:
             self.mover.close()
-
-    def _directory(self) -> Directory:
-        settings = self._settings
-        assert settings.fleet
-        if bool(settings.fleet_peers) == bool(settings.fleet_etcd):
-            field, value = variable("fleet"), settings.fleet
-            accepted = f"one of {variable('fleet_peers')} and {variable('fleet_etcd')} beside it"
-            raise SettingsError(field, value, accepted)
-        if settings.fleet_peers:
-            return StaticDirectory(settings.fleet_peers, variable("fleet_peers"))
-        endpoints = [part.strip() for part in (settings.fleet_etcd or "").split(",") if part.strip()]
-        return open_etcd_directory(endpoints, settings.fleet, self._entry(), self._clock)
-
-    def _entry(self) -> Peer | None:
-        """Our own entry in a directory; None where we lend nothing."""
-        address = self._settings.fleet_address or self._settings.fleet_listen
-        if not self._settings.fleet_listen or address is None:
-            return None
-        field = variable("fleet_address" if self._settings.fleet_address else "fleet_listen")
-        host, _ = split_address(field, address)
-        if host in _ANYWHERE:
-            accepted = f"an address that others can reach, or {variable('fleet_address')} beside it"
-            raise SettingsError(field, address, accepted)
-        return Peer(address, self.node)

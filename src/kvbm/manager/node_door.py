@@ -6,7 +6,6 @@ Only leaders are let in. A worker maps memory and must be here; an operator's co
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import select
 import socket
@@ -14,22 +13,31 @@ import ssl
 import threading
 
 from kvbm.clock import Clock, monotonic
-from kvbm.errors import KvbmError, ProtocolError, SettingsError
-from kvbm.fleet.directory import is_private, split_address
+from kvbm.errors import KvbmError, ProtocolError
+from kvbm.fleet.listening import listening
+from kvbm.fleet.named import certificates, fleet_name
 from kvbm.fleet.pump import Pump, keep_watch
-from kvbm.fleet.tls import certified
+from kvbm.fleet.tls import certified, lending_context
 from kvbm.framing import LENGTH_BYTES
 from kvbm.protocol import Hello
 from kvbm.protocol_decoding import decode_to_manager
-from kvbm.settings import variable
+from kvbm.settings import Settings
 
 log = logging.getLogger("kvbm.manager")
 
 LEADERS_MAX = 64
 HELLO_S = 5.0
 HELLO_BYTES_MAX = 1 << 16
-BACKLOG = 64
+HARM = "lease and reserve blocks"
+"""What a client without a certificate could do."""
 END_S = 3.0
+
+
+def node_tls(settings: Settings) -> ssl.SSLContext | None:
+    """What leaders on other nodes are verified with; None without certificates. Raises SettingsError."""
+    fleet_name(settings)
+    files = certificates(settings)
+    return lending_context(files) if files is not None else None
 
 
 class NodeDoor:
@@ -51,7 +59,7 @@ class NodeDoor:
     ) -> None:
         self._clock = clock
         self._socket_path, self._tls, self._fleet = socket_path, tls, fleet
-        self._listener = _listening(field, listen, plain or tls is not None)
+        self._listener = listening(field, listen, plain or tls is not None, HARM)
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
         self._pumps: dict[threading.Thread, Pump | None] = {}
@@ -155,34 +163,3 @@ def _exactly(far: socket.socket, count: int, until_s: float, clock: Clock) -> by
             raise ProtocolError("it closed before its first message")
         data += part
     return data
-
-
-def _listening(field: str, listen: str, anywhere: bool) -> socket.socket:
-    host, port = split_address(field, listen)
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise SettingsError(field, listen, f"an address of this machine ({error})") from None
-    if not anywhere and not is_private(str(address[0])):
-        raise SettingsError(
-            field,
-            listen,
-            f"without certificates ({variable('fleet_certs')}) a loopback or private address, because anybody who can "
-            f"connect can lease and reserve blocks; {variable('fleet_plain')}=1 allows any",
-        )
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    with contextlib.ExitStack() as undo:
-        undo.callback(listener.close)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(BACKLOG)
-        except OSError as error:
-            raise SettingsError(
-                field, listen, f"an address of this machine with a free port ({error})"
-            ) from None
-        listener.setblocking(False)
-        undo.pop_all()
-    return listener

@@ -15,11 +15,10 @@ import threading
 from collections import Counter
 
 from kvbm.clock import Clock, monotonic
-from kvbm.errors import SettingsError
-from kvbm.fleet.directory import is_private, refuse_name, split_address
+from kvbm.fleet.directory import refuse_name
+from kvbm.fleet.listening import listening
 from kvbm.manager.lending import Lending
 from kvbm.manager.peer_connection import House, PeerConnection
-from kvbm.settings import variable
 from kvbm.tiers.peers.mover import Mover
 
 log = logging.getLogger("kvbm.manager")
@@ -28,7 +27,8 @@ READERS_MAX = 64
 """Readers that are let in: a connection for each node and namespace."""
 TURNED_AWAY_MAX = 16
 """Connections beyond those that are told why they are not let in, at a time; others are closed."""
-BACKLOG = 64
+HARM = "read blocks"
+"""What a client without a certificate could do."""
 END_S = 3.0
 
 
@@ -53,10 +53,9 @@ class PeerServer:
     ) -> None:
         refuse_name("fleet", fleet)
         refuse_name("node", node)
-        host, port = split_address(field, listen)
         self._house = House(tls, fleet, node, lend, clock, self._gone, mover)
         self._readers_max = readers_max
-        self._listener = listening(field, listen, host, port, plain_everywhere=allow_plain or tls is not None)
+        self._listener = listening(field, listen, allow_plain or tls is not None, HARM)
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
         self._connections: set[PeerConnection] = set()
@@ -143,30 +142,3 @@ def _pause(event: int, seconds: float = 0.5) -> None:
     poller = select.poll()
     poller.register(event, select.POLLIN)
     poller.poll(seconds * 1000)
-
-
-def listening(field: str, listen: str, host: str, port: int, plain_everywhere: bool) -> socket.socket:
-    """A socket that listens there. Raises SettingsError, which names `field`, where that may not or cannot be."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise SettingsError(field, listen, f"an address of this machine ({error})") from None
-    family, _, _, _, address = found[0]
-    if not plain_everywhere and not is_private(str(address[0])):
-        raise SettingsError(
-            field,
-            listen,
-            "without TLS a loopback or private address, because anybody who can connect can read blocks; "
-            f"give it certificates ({variable('fleet_certs')}), or allow plain connections from anywhere "
-            f"({variable('fleet_plain')}=1)",
-        )
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        raise SettingsError(field, listen, f"an address of this machine with a free port ({error})") from None
-    return listener

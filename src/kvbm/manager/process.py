@@ -1,7 +1,8 @@
 """The manager as a process: its lock, its socket, its signals, and its end.
 
 A *private* manager is started by an engine (`client.finder`) and ends when its last engine has gone; a *shared* one
-is started by an operator and ends on SIGTERM or SIGINT. Both drain: queued blocks are written to disk, bounded in time.
+is started by an operator and ends on SIGTERM, SIGINT or SIGHUP. Both drain: queued blocks are written to disk, bounded
+in time.
 """
 
 from __future__ import annotations
@@ -23,14 +24,13 @@ from kvbm.client.finder import ERROR_SUFFIX, FROM_STDIN
 from kvbm.client.whereabouts import announced
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import KvbmError, SettingsError
-from kvbm.fleet.named import certificates, fleet_name
-from kvbm.fleet.tls import lending_context
+from kvbm.fleet.named import fleet_name
 from kvbm.manager.admin_page import admin_page
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.controller import controller
 from kvbm.manager.event_stream import publishing
 from kvbm.manager.garbage import collected_when_idle
-from kvbm.manager.node_door import NodeDoor
+from kvbm.manager.node_door import NodeDoor, node_tls
 from kvbm.manager.probes import LIVE_PATH, READY_PATH, Probes
 from kvbm.manager.scrapes import Scrapes
 from kvbm.manager.server import Server
@@ -186,13 +186,11 @@ def _node_door(settings: Settings, socket_path: str, private: bool) -> Iterator[
         yield
         return
     try:
-        files = certificates(settings)
-        tls = lending_context(files) if files is not None else None
         door = NodeDoor(
             variable("node_listen"),
             settings.node_listen,
             socket_path,
-            tls,
+            node_tls(settings),
             fleet_name(settings),
             settings.fleet_plain,
         )
@@ -234,7 +232,7 @@ def _scraped(settings: Settings, scrapes: Scrapes, probes: Probes, private: bool
 
 
 class _Signals:
-    """SIGTERM and SIGINT end the loop at its next turn; a wake-up pipe makes that turn come at once."""
+    """SIGTERM, SIGINT and SIGHUP end the loop at its next turn; a wake-up pipe makes that turn come at once."""
 
     def __init__(self, server: Server) -> None:
         self.received = False
@@ -243,7 +241,10 @@ class _Signals:
         self._writer.setblocking(False)
         signal.set_wakeup_fd(self._writer.fileno())
         server.watch_descriptor(self._reader.fileno(), self._drain)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else it runs under nohup
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: object) -> None:

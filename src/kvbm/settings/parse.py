@@ -6,6 +6,7 @@ file), for its error. Numbers are plain ASCII decimals; nothing is guessed.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Sequence
 from decimal import Decimal
@@ -46,7 +47,8 @@ UNITS: dict[str, int] = {
 _DECIMAL = re.compile(r"\+?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
 _SIZE = re.compile(r"(\+?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))\s*([A-Za-z]*)")
 _WHOLE = re.compile(r"\+?[0-9]+")
-_TCP = re.compile(r"(?:\*|[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
+_TCP = re.compile(r"(?:([A-Za-z0-9_.-]+)|\[([0-9A-Fa-f:.]+)\]):([0-9]{1,5})")
+_HOST = re.compile(r"(?:[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?(?:\.|$))+")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGITS = re.compile(r"[0-9]+")
 
@@ -182,8 +184,7 @@ def parse_endpoint(field: str, text: str) -> str:
     kind, _, place = word.partition("://")
     if kind == "ipc" and place:
         return "ipc://" + parse_socket_path(field, place)
-    match = _TCP.fullmatch(place) if kind == "tcp" else None
-    if match is None or int(match[1]) >= 1 << 16:
+    if kind != "tcp" or not _is_address(place.replace("*", "0.0.0.0", 1)):
         raise reject(field, text, "tcp://127.0.0.1:PORT, tcp://*:PORT (all interfaces) or ipc://PATH")
     return word
 
@@ -214,11 +215,25 @@ def parse_name(field: str, text: str) -> str:
     return word
 
 
+def _is_address(text: str) -> bool:
+    """Whether a text is `host:port` or `[host]:port`, with a host that a name or an IP address can be."""
+    match = _TCP.fullmatch(text)
+    if match is None or int(match[3]) >= 1 << 16:
+        return False
+    host, in_brackets = match[1], match[2]
+    if host is not None and not set(host) <= set("0123456789."):
+        return _HOST.fullmatch(host) is not None
+    try:
+        ipaddress.ip_address(host or in_brackets)
+    except ValueError:
+        return False
+    return True
+
+
 def parse_address(field: str, text: str) -> str:
     """`host:port`, or `[host]:port` for IPv6."""
     word = text.strip()
-    match = _TCP.fullmatch(word)
-    if match is None or word.startswith("*") or int(match[1]) >= 1 << 16:
+    if not _is_address(word):
         raise reject(field, text, "host:port, such as 10.0.0.7:7400 or [fd00::7]:7400")
     return word
 
@@ -233,8 +248,7 @@ def parse_urls(field: str, text: str) -> str:
     words = [part.strip() for part in text.split(",")]
     for word in words:
         scheme, _, place = word.partition("://")
-        match = _TCP.fullmatch(place.rstrip("/"))
-        if scheme not in ("http", "https") or match is None or int(match[1]) >= 1 << 16:
+        if scheme not in ("http", "https") or not _is_address(place.rstrip("/")):
             shown = ",".join(without_credentials(word) for word in words)
             raise reject(field, shown, "http://host:port, separated by commas")
     return ",".join(words)
