@@ -52,6 +52,8 @@ def refuse_policies(settings: Settings, now_s: float) -> None:
     """Raise SettingsError for an eviction or admission policy that is not known or cannot be made."""
     refuse_eviction(variable("eviction"), settings.eviction)
     choose_admission(variable("disk_admission"), admission_name(settings), 1, now_s)
+    if not settings.remote_on:  # where there is a store, `RemoteOpening` checks it
+        choose_admission(variable("remote_admission"), settings.remote_admission, 1, now_s)
 
 
 class SpaceTable:
