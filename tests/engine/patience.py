@@ -15,8 +15,9 @@ SLOTS_S = 10.0
 def wait_for_every_hit(child: Child) -> None:
     """The engine waits for answers of its manager, and for reads from disk, however fast it would compute instead."""
     leader = _leader(child)
-    leader.lookups._patience = SimpleNamespace(
-        manager_slow=False,
+    leader.lookups.patience = SimpleNamespace(
+        is_manager_silent=False,
+        record_answer=lambda: None,
         unanswered_too_long=lambda search, now_s: False,
         for_reads_s=lambda search, offset: READS_S,
     )

@@ -3,7 +3,9 @@
 Computing a token takes longer the more tokens lie before it: seconds = a · tokens + b · tokens · position is fitted to
 the engine's steps. Loading is expected to take as long as recent loads did, per block and tier. The first blocks of a
 run are loaded and the rest is computed; the cut lies where both together take least. While one of the two costs is
-unknown, everything is loaded: so it becomes known. A decision against loading is tried again now and then.
+unknown, everything is loaded: so it becomes known. A decision against loading is tried again now and then. But blocks
+that the manager expects later than computing them ends are never loaded: before the first prefill was measured, later
+than computing takes at `WORST_TOKENS_PER_S`.
 
 Other threads disturb measurements: a thread that waited for a processor makes a load look a hundred times as slow.
 So no single measurement decides against loading.
@@ -18,6 +20,8 @@ from statistics import median_low
 
 from kvbm.block import Tier
 
+WORST_TOKENS_PER_S = 1000.0
+"""How fast an engine computes a prompt at worst, until its own steps were measured; slower than most do."""
 _WEIGHT = 0.2
 _PREFILL_TOKENS_MIN = 64
 _POSITION_SPREAD_MIN = 64.0
@@ -112,6 +116,11 @@ class CostModel:
         tokens = self.block_tokens
         return self._prefill.span_s(first * tokens, (first + blocks) * tokens)
 
+    def prefill_s_at_most(self, blocks: int, first: int = 0) -> float:
+        """The same; while it is unknown, seconds on a slow engine."""
+        expected_s = self.prefill_s(blocks, first)
+        return blocks * self.block_tokens / WORST_TOKENS_PER_S if expected_s is None else expected_s
+
     def worth_loading(self, sources: bytes, first: int = 0, arrival_s: float = 0.0) -> int:
         """How many leading blocks of a run to load; the run begins after the prompt's first `first` blocks. The rest
         is computed sooner than loaded. Of cuts that take equally long the deepest is taken: it spares the engine.
@@ -119,36 +128,41 @@ class CostModel:
         The manager expects the blocks that are below host memory there in `arrival_s` seconds. That is known also
         before any load was measured, and counts where it is longer than loads took so far.
         """
-        if self._always or self.prefill_s(1) is None or (self.load_s(sources) is None and not arrival_s):
+        measured = self.prefill_s(1) is not None
+        if self._always or (not arrival_s and (not measured or self.load_s(sources) is None)):
             return len(sources)
         # Inside a run of one tier every block takes equally long to load, and each takes longer to compute than the
         # one before it. So the best cut is at one of the run's ends.
         found, depth, load_s = len(sources), 0, 0.0
-        per_block_s = {tier: self._per_block_s(tier) or 0.0 for tier in set(sources)}
+        per_block_s = {tier: (self._per_block_s(tier) or 0.0) if measured else 0.0 for tier in set(sources)}
         if below := len(sources) - sources.count(Tier.HOST):
             for tier in per_block_s.keys() - {Tier.HOST}:
                 per_block_s[tier] = max(per_block_s[tier], arrival_s / below)
-        best, best_s = 0, self._compute_s(first, first + found)
+        best, best_s = 0, self.prefill_s_at_most(found, first)
+        worst_s = best_s
         for tier, blocks in _runs(sources):
             depth += blocks
             load_s += per_block_s[tier] * blocks
-            seconds = load_s + self._compute_s(first + depth, first + found)
+            seconds = load_s + self.prefill_s_at_most(found - depth, first + depth)
             if seconds <= best_s:
                 best, best_s = depth, seconds
-        if best < found:
-            self._declined_count += 1
-            if self._declined_count % _RECHECK_EVERY == 0:
-                return found
+        if best < found and arrival_s <= worst_s and self._is_tried_again():
+            return found
         return best
 
     def worth_loading_all(self, sources: bytes, first: int, blocks: int, arrival_s: float = 0.0) -> bool:
         """Whether to load a run that is of use as a whole only (several groups): it stands for `blocks` blocks of the
         prompt after its first `first`. Otherwise as `worth_loading`."""
-        compute_s, load_s = self.prefill_s(blocks, first), self.load_s(sources)
-        if self._always or compute_s is None or (load_s is None and not arrival_s):
+        if self._always:
             return True
-        if max(load_s or 0.0, arrival_s) <= compute_s:
-            return True
+        compute_s, load_s = self.prefill_s_at_most(blocks, first), self.load_s(sources)
+        if arrival_s > compute_s:
+            return False
+        measured = self.prefill_s(1) is not None
+        return not measured or load_s is None or load_s <= compute_s or self._is_tried_again()
+
+    def _is_tried_again(self) -> bool:
+        """Whether loading is tried although it was measured to be slower."""
         self._declined_count += 1
         return self._declined_count % _RECHECK_EVERY == 0
 
@@ -159,12 +173,6 @@ class CostModel:
         """
         loads = self._loads.get(tier)
         return min(median_low(loads), loads[-1]) if loads else None
-
-    def _compute_s(self, start: int, end: int) -> float:
-        """Expected seconds to compute the prompt's blocks `start` to `end`; only called once steps were measured."""
-        seconds = self.prefill_s(end - start, start)
-        assert seconds is not None
-        return seconds
 
 
 def _runs(sources: bytes) -> Iterator[tuple[int, int]]:

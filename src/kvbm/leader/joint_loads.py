@@ -30,13 +30,12 @@ class JointLoads:
     def __len__(self) -> int:
         return len(self._loads)
 
-    def begun(self, request: str, hashes: Sequence[bytes], now_s: float, compute_s: float | None) -> None:
-        """The request loads these blocks, which would take `compute_s` seconds to compute, if that is known."""
+    def begun(self, request: str, hashes: Sequence[bytes], now_s: float, compute_s: float) -> None:
+        """The request loads these blocks, which would take `compute_s` seconds to compute."""
         self.ended(request)
         if not self._on:
             return
-        wait_s = WAIT_S_MAX if compute_s is None else min(compute_s, WAIT_S_MAX)
-        self._loads[request] = _Load(list(hashes), now_s + wait_s)
+        self._loads[request] = _Load(list(hashes), now_s + min(compute_s, WAIT_S_MAX))
         self._by_hash.update(dict.fromkeys(hashes, request))
 
     def ended(self, request: str) -> None:

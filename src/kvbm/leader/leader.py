@@ -233,7 +233,9 @@ class Leader:
             self._unconfirmed.add(request, computed, tracked.hashes[computed])
         else:
             blocks = tracked.hashes[computed : computed + count]
-            self.joint_loads.begun(request, blocks, self._clock(), self.cost.prefill_s(count, computed))
+            self.joint_loads.begun(
+                request, blocks, self._clock(), self.cost.prefill_s_at_most(count, computed)
+            )
 
     # ---- a step
 
@@ -256,8 +258,7 @@ class Leader:
                 tracked.preempted(self.lookups.loads(request))
         may_wait = idle
         scheduled = list(scheduled)
-        if self._weights.device_mixed:
-            self._mark_outdated(scheduled)
+        self._renewal.mark_outdated(scheduled)
         if self._at_once:
             # The plan's copies come after this step's forward pass, so it may have the blocks that the step completes.
             with self._link.in_one_write():
@@ -387,19 +388,15 @@ class Leader:
             self._questions.ready_again()
             self.announced.begin()
 
-    def _mark_outdated(self, scheduled: Iterable[Scheduled]) -> None:
-        """Requests that begin on a part of a block, which `matched` does not see, depend on the device's cache too."""
-        for entry in scheduled:
-            tracked = self.requests.get(entry.request)
-            if tracked is not None and not tracked.begun and entry.computed_tokens > 0:
-                tracked.outdated = True
-
     def may_wait(self, request: str) -> bool:
         """Whether the answer to the request's lookup may still come within the step's budget."""
         return self.ready and self._budget.left_s > 0.0 and self.lookups.asked(request)
 
     def _wait_a_little(self, seconds: float, awaited: Callable[[], object] = bool) -> None:
-        self._budget.wait(seconds, self.receive, awaited)
+        if self.lookups.patience.is_manager_silent:
+            self.receive()
+        else:
+            self._budget.wait(seconds, self.receive, awaited)
 
     def _end_load(self, request: str, seconds: float) -> None:
         held = self.lookups.holds_loaded(request)

@@ -56,7 +56,7 @@ class Lookups:
         # Given up before their answers came, each with the number of leading blocks on the device by then.
         self._late: dict[int, tuple[Search, int]] = {}
         self.traces: RequestTraces | None = None
-        self._patience = Patience(link, cost)
+        self.patience = Patience(link, cost)
         self._unloaded = Unloaded(link)
         self.unloaded = self._unloaded.by_reason
         """Blocks that the device lacked, that were found, and that were computed all the same, by reason."""
@@ -100,7 +100,7 @@ class Lookups:
 
     def replied(self, reply: LookupReply) -> Search | None:
         """The manager's answer, and its lookup. The lease of a lookup that was dropped before was released then."""
-        self._patience.manager_slow = False
+        self.patience.record_answer()
         late = self._late.pop(reply.lookup, None)
         search = late[0] if late is not None else self._by_number.get(reply.lookup)
         if search is None:
@@ -148,7 +148,12 @@ class Lookups:
     @property
     def loading(self) -> int:
         """How many loads run."""
-        return sum(search.stage is Stage.LOADING for search in self._by_request.values())
+        return len(self.loading_requests)
+
+    @property
+    def loading_requests(self) -> list[str]:
+        """The requests whose loads run."""
+        return [name for name, search in self._by_request.items() if search.stage is Stage.LOADING]
 
     def promised(self, search: Search, computed: int) -> int | None:
         """How many blocks after the first `computed` can be loaded; None means ask again later.
@@ -157,10 +162,10 @@ class Lookups:
         """
         now_s = self._clock()
         if search.stage is Stage.ASKED:
-            if not self._patience.unanswered_too_long(search, now_s):
+            if not self.patience.unanswered_too_long(search, now_s):
                 return None
             search.stage, search.why = Stage.OVER, "deadline"
-            self._patience.manager_slow = True
+            self.patience.record_unanswered()
         if search.stage is not Stage.FOUND:
             return 0
         search.missing, search.why = 0, ""
@@ -176,7 +181,7 @@ class Lookups:
         if (
             not (self._promise_early or self._at_once)
             and not search.final
-            and now_s - search.asked_s < self._patience.for_reads_s(search, offset)
+            and now_s - search.asked_s < self.patience.for_reads_s(search, offset)
         ):
             return None
         missing = max(0, len(search.slots) - max(held, offset))

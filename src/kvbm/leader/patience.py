@@ -14,26 +14,47 @@ SILENCE_S_MAX = 2.0
 ASSUMED_TOKENS_PER_S = 50_000.0
 """How fast an engine computes a prompt, until its own steps were measured: faster than most do."""
 ARRIVAL_DEADLINE_S = 10.0
+UNANSWERED_MAX = 3
+"""After so many unanswered lookups in a row no request waits. Lookups are sent all the same: an answer ends that."""
 
 
 class Patience:
-    """No wait is longer than computing the blocks takes, as far as that is known, and each has a bound besides.
-
-    `manager_slow`: it has not answered an earlier lookup in time, and no answer has come since.
-    """
+    """No wait is longer than computing the blocks takes, as far as that is known, and each has a bound besides."""
 
     def __init__(self, link: Link, cost: CostModel) -> None:
         self._link = link
         self._cost = cost
-        self.manager_slow = False
+        self._unanswered = 0
+        self._life = link.life
+
+    def record_answer(self) -> None:
+        """The manager has answered a lookup."""
+        self._unanswered = 0
+
+    def record_unanswered(self) -> None:
+        """It has not answered one in time."""
+        self._unanswered, self._life = self._in_a_row + 1, self._link.life
+
+    @property
+    def is_manager_silent(self) -> bool:
+        """Whether it has stopped answering: nothing waits for it."""
+        return self._in_a_row >= UNANSWERED_MAX
+
+    @property
+    def _in_a_row(self) -> int:
+        """Lookups of this session that were not answered in time, since its latest answer."""
+        return self._unanswered if self._life == self._link.life else 0
 
     def unanswered_too_long(self, search: Search, now_s: float) -> bool:
         """Whether to go on without the manager's answer.
 
         Others may be served first: as long as the manager sends anything, its answer is waited for as long as computing
-        the blocks would take, within bounds. While it has not answered an earlier lookup in time, the least is enough.
+        the blocks would take, within bounds. While it has not answered an earlier lookup in time, the least is enough,
+        and while it has not answered several, nothing is.
         """
-        if self.manager_slow:
+        if self.is_manager_silent:
+            return True
+        if self._in_a_row:
             return now_s - search.asked_s >= REPLY_DEADLINE_S
         blocks = search.wanted - search.skip
         prefill_s = self._cost.prefill_s(blocks, search.skip)
@@ -46,8 +67,6 @@ class Patience:
     def for_reads_s(self, search: Search, offset: int) -> float:
         """How long to wait for blocks that are being read from disk: no longer than computing them takes, and not at
         all where they are expected later than that."""
-        prefill_s = self._cost.prefill_s(len(search.slots) - offset, search.skip + offset)
-        if prefill_s is None:
-            return ARRIVAL_DEADLINE_S
+        prefill_s = self._cost.prefill_s_at_most(len(search.slots) - offset, search.skip + offset)
         patience_s = min(prefill_s, ARRIVAL_DEADLINE_S)
         return patience_s if search.arrives_s - search.asked_s <= patience_s else 0.0

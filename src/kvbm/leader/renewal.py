@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvbm.leader.announced import Announced
@@ -10,7 +10,7 @@ from kvbm.leader.link import Link
 from kvbm.leader.lookups import Lookups
 from kvbm.leader.offers import Offers
 from kvbm.leader.stores import Stores
-from kvbm.leader.tracked import Tracked
+from kvbm.leader.tracked import Scheduled, Tracked
 from kvbm.leader.weights_known import WeightsKnown
 from kvbm.protocol import Reset
 
@@ -55,6 +55,14 @@ class Renewal:
         if self.weights.device_was_reset(weights_may_change):
             self._forget_keys()
         self.announced.again()
+
+    def mark_outdated(self, scheduled: Iterable[Scheduled]) -> None:
+        """While the device may hold KV of before: requests that begin on a part of a block, which no match tells of,
+        depend on it too."""
+        for entry in scheduled if self.weights.device_mixed else ():
+            tracked = self.requests.get(entry.request)
+            if tracked is not None and not tracked.begun and entry.computed_tokens > 0:
+                tracked.outdated = True
 
     def _forget_keys(self) -> None:
         """Stores under the old keys are not committed: their device blocks may be overwritten before they are

@@ -240,3 +240,19 @@ def test_a_long_queue_before_the_disk_decides_as_slow_loads_do() -> None:
     assert cost.worth_loading(HOST * 5 + DISK * 10, arrival_s=0.0) == 15
     assert cost.worth_loading(HOST * 5 + DISK * 10, arrival_s=0.5) == 5, "those in host memory do not wait"
     assert cost.worth_loading(HOST * 15, arrival_s=0.5) == 15
+
+
+def test_before_a_prefill_was_measured_a_late_arrival_is_compared_with_a_slow_engine() -> None:
+    cost = CostModel(block_tokens=10)  # 0.01 s a block at worst
+    assert cost.worth_loading(DISK * 10, arrival_s=0.09) == 10
+    assert cost.worth_loading(HOST * 5 + DISK * 10, arrival_s=0.5) == 5
+    assert cost.worth_loading_all(DISK * 10, 0, 10, arrival_s=0.09)
+    assert not cost.worth_loading_all(DISK * 10, 0, 10, arrival_s=0.11)
+
+
+def test_a_late_arrival_is_not_tried_again() -> None:
+    """The manager expects it anew each time: there is nothing to learn."""
+    cost = CostModel(block_tokens=10)
+    cost.prefilled(1000, 1.0)  # 0.01 s a block
+    assert not any(cost.worth_loading(DISK * 10, arrival_s=100.0) for _ in range(100))
+    assert not any(cost.worth_loading_all(DISK * 10, 0, 10, arrival_s=100.0) for _ in range(100))

@@ -10,6 +10,7 @@ from tests.rigs.leader import FINGERPRINT, HASHES, LEASE_S, TABLE, Bench
 from kvbm.block import KEY_BYTES
 from kvbm.framing import OUTGOING_BYTES_MAX
 from kvbm.hashing import split_keys
+from kvbm.leader.cost import WORST_TOKENS_PER_S
 from kvbm.leader.joint_loads import WAIT_S_MAX, JointLoads
 from kvbm.leader.patience import (
     ASSUMED_TOKENS_PER_S,
@@ -208,6 +209,7 @@ def test_a_request_whose_load_fails_keeps_nobody_waiting(make_bench: Callable[..
 
 def test_a_load_that_takes_too_long_is_not_waited_for(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
+    bench.leader.cost.prefilled(100, 100.0)
     bench.load(5, request="first")
     bench.answer(bench.add("second", blocks=5), 5)
     bench.clock.advance(WAIT_S_MAX / 2)
@@ -225,7 +227,7 @@ def test_loads_are_waited_for_by_those_that_want_their_blocks_alone() -> None:
     assert not loads.awaited("b", HASHES, 6, 0.5)
     assert not loads.awaited("b", HASHES[:2], 2, 0.5), "nothing left to find"
     assert not loads.awaited("b", HASHES, 2, 1.0), "computing them is as fast"
-    loads.begun("b", HASHES[2:9], 0.5, None)
+    loads.begun("b", HASHES[2:9], 0.5, compute_s=1.0)
     loads.ended("a")
     assert loads.awaited("c", HASHES, 2, 1.0), "the later load of the same blocks runs on"
     loads.ended("b")
@@ -283,6 +285,40 @@ def test_blocks_that_arrive_later_than_they_are_computed_are_not_promised(
     lookup = bench.add("r")
     bench.answer(lookup, 8, ready=3, disk=5, arrival_s=arrival_s)
     assert bench.leader.matched("r", 0) == Answer(blocks=blocks)
+
+
+@pytest.mark.parametrize("promise_early", [True, False])
+def test_blocks_that_arrive_in_100_s_are_never_promised_nor_waited_for(
+    make_bench: Callable[..., Bench], promise_early: bool
+) -> None:
+    """Before a prefill was measured, and after it."""
+    bench = make_bench(promise_early=promise_early)
+    for number in range(64):
+        if number == 32:
+            bench.leader.cost.prefilled(100, 1.0)
+        bench.answer(bench.add(str(number)), 8, ready=3, disk=5, arrival_s=100.0)
+        assert bench.leader.matched(str(number), 0) == Answer(blocks=3), number
+
+
+def test_blocks_of_an_unknown_arrival_are_waited_for_as_long_as_computing_takes_at_worst(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(promise_early=False)
+    bench.answer(bench.add("r"), 8, ready=3, disk=5)
+    assert bench.leader.matched("r", 0).later
+    bench.clock.advance(8 * 4 / WORST_TOKENS_PER_S)
+    assert bench.leader.matched("r", 0) == Answer(blocks=3)
+
+
+def test_a_load_is_waited_for_by_others_as_long_as_computing_takes_at_worst(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench()
+    bench.load(5, request="first")
+    bench.answer(bench.add("second", blocks=5), 5)
+    assert bench.leader.matched("second", 0).later
+    bench.clock.advance(5 * 4 / WORST_TOKENS_PER_S)
+    assert bench.leader.matched("second", 0) == Answer(blocks=5)
 
 
 def test_an_engine_that_needs_verified_blocks_does_not_wait_for_late_ones(

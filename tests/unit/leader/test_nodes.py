@@ -128,6 +128,7 @@ def test_a_miss_of_one_is_a_miss(bench: NodesBench) -> None:
 
 
 def test_a_hit_is_as_near_as_the_farther_of_its_parts(bench: NodesBench) -> None:
+    bench.leader.cost.prefilled(100, 100.0)
     number = bench.ask()
     bench.answer(0, number, 3, sources=b"\2\3\2", arrival_s=0.1, ready=1)
     bench.answer(1, number, 4, sources=b"\2\2\3\3", arrival_s=0.2, ready=2)
@@ -194,7 +195,6 @@ def test_a_silent_manager_is_not_waited_for(bench: NodesBench) -> None:
     bench.clock.advance(5.0)
     bench.managers[0].send(Progress(lookup=number, ready=8, final=True))
     assert bench.matched() == Answer()
-    assert bench.leader.lookups._patience.manager_slow
 
 
 # ---- stores

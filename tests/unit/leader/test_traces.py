@@ -63,6 +63,7 @@ def part(span: Span, name: str) -> Span:
 
 def test_a_load_from_disk_is_a_tree_of_its_lookup_promotion_and_copies(bench, sink):
     headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    bench.leader.cost.prefilled(100, 100.0)
     bench.leader.request_added("r", HASHES[:8], b"", 0, trace_headers=headers)  # at 10 s
     (lookup,) = bench.manager.said()
     bench.clock.advance(0.25)

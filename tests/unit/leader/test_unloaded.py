@@ -8,8 +8,14 @@ from __future__ import annotations
 import pytest
 
 from kvbm.block import Tier
+from kvbm.client.channel import Channel
 from kvbm.leader.lookups import ATTEMPTS_MAX
-from kvbm.leader.patience import ARRIVAL_DEADLINE_S, REPLY_DEADLINE_S, REPLY_DEADLINE_S_MAX
+from kvbm.leader.patience import (
+    ARRIVAL_DEADLINE_S,
+    REPLY_DEADLINE_S,
+    REPLY_DEADLINE_S_MAX,
+    UNANSWERED_MAX,
+)
 from kvbm.leader.tracked import Answer
 from kvbm.protocol import UNLOADED_REASONS, Lookup, LookupReply, Progress, Ready, Release
 from rigs.leader import FINGERPRINT, LEASE_S, TABLE, Bench
@@ -290,6 +296,53 @@ def test_a_manager_that_was_stopped_costs_much_once(bench: Bench) -> None:
     bench.add("u", blocks=12)
     bench.clock.advance(2 * REPLY_DEADLINE_S)
     assert bench.leader.matched("u", 0).later, "it is heard again"
+
+
+def pass_unanswered(bench: Bench, count: int) -> list[Lookup]:
+    """So many requests, one after the other, whose lookups are not answered in time; each waits."""
+    asked = []
+    for number in range(count):
+        asked.append(bench.add(f"unanswered {number}"))
+        assert bench.leader.matched(f"unanswered {number}", 0).later
+        bench.clock.advance(REPLY_DEADLINE_S)
+        assert bench.leader.matched(f"unanswered {number}", 0) == Answer()
+        bench.leader.allocated(f"unanswered {number}", 0, ())
+        bench.manager.said()
+    return asked
+
+
+def test_a_manager_that_answers_nothing_is_waited_for_three_times(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pass_unanswered(bench, UNANSWERED_MAX)
+    waits: list[float] = []
+    monkeypatch.setattr(Channel, "wait", lambda channel, timeout_s: waits.append(timeout_s))
+    for number in range(100):
+        lookup = bench.add(str(number))
+        assert bench.leader.matched(str(number), 0) == Answer(), (
+            "it is asked, and nothing waits for the answer"
+        )
+        bench.leader.allocated(str(number), 0, ())
+        bench.step({str(number): 8})
+        bench.leader.finished(str(number))
+        bench.step(idle=True)
+        bench.manager.said()
+    assert waits == []
+    bench.answer(lookup, 0)
+    bench.step()
+    bench.manager.said()
+    bench.add("heard again")
+    assert bench.leader.matched("heard again", 0).later
+    assert waits
+
+
+def test_a_new_session_has_not_been_silent(bench: Bench) -> None:
+    pass_unanswered(bench, UNANSWERED_MAX)
+    bench.manager.die()
+    bench.step()
+    bench.reconnect()
+    bench.add()
+    assert bench.leader.matched("r", 0).later
 
 
 # ---- disk without host
