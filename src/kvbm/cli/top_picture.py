@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from kvbm.block import NO_COUNT
 from kvbm.observe.view import FlowView, View
 from kvbm.present.numbers import format_bytes, format_ms
+from kvbm.present.tables import screen_table, side_by_side
 from kvbm.remote_report import RemoteReport
 
 WIDE = 120
@@ -25,7 +25,7 @@ def title(view: View, socket_path: str, width: int) -> Text:
         f"manager {view.pid} · {view.version} · up {duration(view.uptime_s)} · last {duration(view.window_s)}"
     )
     place = socket_path if len(words) + len(socket_path) + 3 <= width else socket_path.rsplit("/", 1)[-1]
-    return Text(f"{words} · {place}", style="dim", no_wrap=True, overflow="ellipsis")
+    return Text(f"{words} · {place}", style="dim")
 
 
 def verdict(view: View) -> Text:
@@ -41,7 +41,7 @@ def tiers(view: View) -> RenderableType:
     """Occupancy, leases, hits and evictions of each tier."""
     if not view.tiers:
         return Text("no tier yet: the first engine makes them", style="dim")
-    table = _table("tier", "", "used", "of", "leased", "hits", "evicted/s")
+    table = screen_table(("tier", "", "used", "of", "leased", "hits", "evicted/s"), spare=("",))
     for tier in view.tiers:
         name = tier.name + ("" if tier.up else " off") + (" (staging)" if tier.staging else "")
         full = round(tier.used_share * _BAR)
@@ -68,8 +68,8 @@ def flows(view: View) -> RenderableType:
     return Group(*(_flow_table(part) for part in (near, away) if part))
 
 
-def _flow_table(part: Sequence[FlowView]) -> Table:
-    table = _table(*(f"{flow.source}→{flow.target}" for flow in part), words=0)
+def _flow_table(part: Sequence[FlowView]) -> RenderableType:
+    table = screen_table([f"{flow.source}→{flow.target}" for flow in part], words=0)
     table.add_row(*(f"{flow.bytes_per_s / 1e9:.3f} GB/s" for flow in part))
     table.add_row(*("" if flow.mean_s is None else f"{flow.mean_s * 1e3:,.1f} ms each" for flow in part))
     return table
@@ -91,7 +91,7 @@ def stores(view: View) -> Text:
             latency = f" · {format_ms(each.latency_s)}" if each.latency_s else ""
             more = "" if each.complete else " · still being read"
             lines.append(f"store {each.shown}{state}: {asked}{latency}{more}")
-    return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
+    return Text("\n".join(lines))
 
 
 def _breakers(report: RemoteReport) -> str:
@@ -108,9 +108,7 @@ def queues(view: View) -> Text:
     )
     return Text(
         f"queues: {queue.onboarding:,} blocks up, {queue.offloading:,} down{store} · {queue.leases:,} leases · "
-        f"{queue.reservations:,} stores in flight · {view.lookups_per_s:.1f} lookups/s",
-        no_wrap=True,
-        overflow="ellipsis",
+        f"{queue.reservations:,} stores in flight · {view.lookups_per_s:.1f} lookups/s"
     )
 
 
@@ -118,7 +116,7 @@ def engines(view: View, rows: int) -> RenderableType:
     """The engines that are connected."""
     if not view.engines:
         return Text("no engine is connected", style="dim")
-    table = _table("engine", "model", "ranks", "leases", "blocks", words=2)
+    table = screen_table(("engine", "model", "ranks", "leases", "blocks"))
     for engine in view.engines[:rows]:
         ranks = len(engine.ranks)
         table.add_row(
@@ -136,9 +134,8 @@ def prefixes(view: View, rows: int) -> RenderableType:
     """The prefixes that requests share, the hottest first."""
     if not view.prefixes:
         return Text("no two requests have begun with the same block yet", style="dim")
-    table = _table(
-        "prefix", "tokens", "requests", "found", "lost", *(tier.name for tier in view.tiers), words=1
-    )
+    names = [tier.name for tier in view.tiers]
+    table = screen_table(("prefix", "tokens", "requests", "found", "lost", *names), words=1)
     for prefix in view.prefixes[:rows]:
         found = prefix.found_tokens / prefix.asked_tokens if prefix.asked_tokens else 0.0
         table.add_row(
@@ -169,9 +166,7 @@ def page(view: View, socket_path: str, width: int, rows: int = 12) -> Renderable
     left, right = engines(view, rows), prefixes(view, rows)
     if width < WIDE:
         return Group(*head, right, gap, left)
-    beside = Table.grid(padding=(0, 4))
-    beside.add_row(right, left)
-    return Group(*head, beside)
+    return Group(*head, side_by_side(right, left))
 
 
 def duration(seconds: float) -> str:
@@ -183,14 +178,6 @@ def duration(seconds: float) -> str:
         return f"{minutes} min"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
-
-
-def _table(*headings: str, words: int = 2) -> Table:
-    """A table without lines; the first `words` columns are words."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold cyan")
-    for column, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if column < words else "right", no_wrap=True)
-    return table
 
 
 def _part(tokens: int, whole: int) -> str:

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from kvbm.demo.client import Likelihoods, RequestError
 from kvbm.demo.counters import TIERS
 from kvbm.present.numbers import quantile
-from kvbm.present.tables import plain_table, save_json
+from kvbm.present.tables import FittingTable, plain_table, save_json
 
 SHOWN_CHARACTERS = 60
 
@@ -141,7 +140,7 @@ def render(results: Results) -> RenderableType:
     return Group(_times(results), _sources(results), Text("\n".join(lines), style="dim"))
 
 
-def _times(results: Results) -> Table:
+def _times(results: Results) -> RenderableType:
     headings = ("seen\np50", "before\np95", "all\np50", "\np95", "speed-up\nof seen p50")
     table = _table("Time to first token, ms", *headings)
     for run in results.runs:
@@ -154,7 +153,7 @@ def _times(results: Results) -> Table:
     return table
 
 
-def _sources(results: Results) -> Table:
+def _sources(results: Results) -> RenderableType:
     table = _table("Prompt tokens by the tier they came from", *TIERS, "computed")
     for run in results.runs:
         tokens = [run.hit_tokens.get(tier, 0) for tier in TIERS]
@@ -163,7 +162,7 @@ def _sources(results: Results) -> Table:
     return table
 
 
-def _table(title: str, *headings: str) -> Table:
+def _table(title: str, *headings: str) -> FittingTable:
     table = plain_table(("run", *headings), words={"run"}, title=title)
     table.min_width, table.columns[0].min_width = 72, 24
     return table

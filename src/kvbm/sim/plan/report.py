@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from kvbm.present.numbers import format_bytes, format_seconds
@@ -53,7 +52,7 @@ def _title(answer: Answer) -> Text:
     return title_line(f"{answer.trace.name}, {answer.policy}: {target_words(answer)}")
 
 
-def _table(answer: Answer, everything: bool) -> Table:
+def _table(answer: Answer, everything: bool) -> RenderableType:
     timed = answer.target.most_s is not None
     headings = ["host", "disk", answer.prices.unit, "hits"]
     if timed:

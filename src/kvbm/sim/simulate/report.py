@@ -110,7 +110,8 @@ def _hits(traces: Sequence[TraceFacts], rows: Sequence[HitRow]) -> RenderableTyp
         "of LRU → optimum": gaps,
         "M blocks/s": True,
     }
-    table = plain_table([heading for heading, wanted in columns.items() if wanted], words={"size", "policy"})
+    headings = [heading for heading, wanted in columns.items() if wanted]
+    table = plain_table(headings, words={"size", "policy"}, spare=("M blocks/s",))
     size = ""
     for row in sorted(averaged(rows), key=lambda row: row.blocks):
         if size and row.size != size:
