@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from engine.engine_child import Child
+from engine.reach import find_leader
 
 READS_S = 60.0
 SLOTS_S = 10.0
@@ -37,7 +38,7 @@ def wait_for_every_store(child: Child) -> None:
 
 
 def _leader(child: Child) -> Any:
-    """The leader, also where our connector is the first of several."""
     assert child.engine is not None
-    half = child.engine.leader_half
-    return getattr(half, "_connectors", [half])[0]._scheduler.side.leader
+    leader = find_leader(child.engine)
+    assert leader is not None, "the engine runs without KVBM"
+    return leader
