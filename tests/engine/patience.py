@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from engine.engine_child import Child
-from engine.reach import find_leader
 
 READS_S = 60.0
 SLOTS_S = 10.0
@@ -39,6 +38,5 @@ def wait_for_every_store(child: Child) -> None:
 
 def _leader(child: Child) -> Any:
     assert child.engine is not None
-    leader = find_leader(child.engine)
-    assert leader is not None, "the engine runs without KVBM"
-    return leader
+    assert child.engine.leader is not None, "the engine runs without KVBM"
+    return child.engine.leader

@@ -31,17 +31,9 @@ def _engine(child: Child) -> Engine:
     return child.engine
 
 
-def find_leader(engine: Engine) -> Any:
-    """Our leader, also where our connector is the first of several; None where KVBM is off or not asked for."""
-    half = getattr(engine.leader_half, "_connectors", [engine.leader_half])[0]
-    side = getattr(getattr(half, "_scheduler", None), "side", None)
-    return side.leader if side is not None else None
-
-
 def _leader(engine: Engine) -> Any:
-    leader = find_leader(engine)
-    assert leader is not None, "the engine runs without KVBM"
-    return leader
+    assert engine.leader is not None, "the engine runs without KVBM"
+    return engine.leader
 
 
 def _mover(engine: Engine) -> Any:
@@ -67,7 +59,7 @@ def model_runners(child: Child) -> tuple[str, str]:
 
 def wait_until_ready(child: Child, timeout_s: float = 30.0) -> None:
     """Until the leader has heard from the manager that all ranks are attached; an engine without us is ready."""
-    leader = find_leader(_engine(child))
+    leader = _engine(child).leader
     if leader is None:
         return
 
