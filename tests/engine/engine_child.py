@@ -118,6 +118,13 @@ class Engine:
         return self.scheduler.connector
 
     @property
+    def leader(self) -> Any:
+        """Our leader, also where our connector is the first of several; None where KVBM is off or not asked for."""
+        half = getattr(self.leader_half, "_connectors", [self.leader_half])[0]
+        side = getattr(getattr(half, "_scheduler", None), "side", None)
+        return side.leader if side is not None else None
+
+    @property
     def worker_half(self) -> Any:
         """The worker's connector, in this process."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group

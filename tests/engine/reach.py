@@ -32,7 +32,8 @@ def _engine(child: Child) -> Engine:
 
 
 def _leader(engine: Engine) -> Any:
-    return engine.leader_half._scheduler.side.leader
+    assert engine.leader is not None, "the engine runs without KVBM"
+    return engine.leader
 
 
 def _mover(engine: Engine) -> Any:
@@ -58,9 +59,9 @@ def model_runners(child: Child) -> tuple[str, str]:
 
 def wait_until_ready(child: Child, timeout_s: float = 30.0) -> None:
     """Until the leader has heard from the manager that all ranks are attached; an engine without us is ready."""
-    if _engine(child).leader_half is None:
+    leader = _engine(child).leader
+    if leader is None:
         return
-    leader = _leader(_engine(child))
 
     def ready() -> bool:
         leader.receive()

@@ -135,7 +135,7 @@ def test_runtime_directory_that_somebody_else_may_have_made(
     (tmp_path / "target").mkdir()
     link = tmp_path / "run"
     link.symlink_to(tmp_path / "target")
-    engine = launcher.start({**host(), "DYN_KVBM_RUNTIME_DIR": str(link)})
+    engine = launcher.start({**host(), "DYN_KVBM_RUNTIME_DIR": str(link)}, with_manager=False)
     said = lines_with(engine, "DYN_KVBM_RUNTIME_DIR")
     assert len(said) == 1
     assert "no KV cache for now" in said[0]
@@ -180,7 +180,7 @@ def test_shared_manager_without_a_place_for_weights_that_may_have_changed(
     later_s = time.time() + 3600
     for path in young.iterdir():
         os.utime(path, (later_s, later_s))
-    engine = launcher.start(settings, model=str(young))
+    engine = launcher.start(settings, model=str(young), with_manager=False)
     assert len(lines_with(engine, "serving without a KV cache until it is there")) == 1
     requests = [request for request in workload() if not request.parent][:4]
     assert len(engine.run(requests).outputs) == 4
@@ -191,7 +191,7 @@ def test_shared_manager_is_missing(
 ) -> None:
     """The engine says so and serves without; when the manager comes, it is used."""
     path = str(runtime_dir / "later.sock")
-    engine = launcher.start({"DYN_KVBM_MANAGER": path})
+    engine = launcher.start({"DYN_KVBM_MANAGER": path}, with_manager=False)
     assert len(lines_with(engine, f"no manager answers at {path}")) == 1
     # What tiers there are is the manager's business.
     assert lines_with(engine, "no cache tier is set") == []

@@ -13,6 +13,7 @@ import pytest
 
 from engine import reach
 from engine.launcher import Launcher
+from engine.patience import wait_for_every_hit, wait_for_every_store
 from engine.tier_settings import host
 from engine.workload import BLOCK_TOKENS, MODEL_TOKENS_MAX, Request, random_tokens
 from kvbm.cli.record import follow
@@ -80,6 +81,8 @@ def test_hit_rates_of_an_engine_and_of_the_simulator_agree(
     launcher: Launcher, tmp_path: Path, policy: str, blocks: int
 ) -> None:
     engine = launcher.start({**host(blocks), "DYN_KVBM_EVICTION": policy})
+    engine.call(wait_for_every_store, timeout_s=20.0)
+    engine.call(wait_for_every_hit, timeout_s=20.0)
     requests = chats(seed=blocks)
     with recording(launcher.runtime_dir, len(requests)) as file:
         engine.call(reach.run_one_by_one, requests, timeout_s=110.0)

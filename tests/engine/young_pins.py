@@ -43,4 +43,7 @@ def run_beside_pins(child: Child, requests: Sequence[Request], asks: bool) -> tu
     copier.begin_store, scheduler._preempt_request = held, noted
     if not asks:
         engine.leader_half.has_pending_block_frees = lambda: False
-    return engine.run(requests, between=count), full_steps
+    try:
+        return engine.run(requests, between=count), full_steps
+    finally:
+        gate.set()

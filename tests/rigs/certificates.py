@@ -23,6 +23,7 @@ def make_node(
     fleet: str,
     now_s: float | None = None,
     uris: tuple[str, ...] | None = None,
+    authority_days: float = AUTHORITY_DAYS,
 ) -> TlsFiles:
     """Write the certificate and the key of a node, and before that the authority where there is none.
 
@@ -40,7 +41,7 @@ def make_node(
     if not files.authority.exists():
         key = _new_key(authority_key)
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"fleet {fleet}")])
-        authority = _builder(name, name, key, key, now, AUTHORITY_DAYS).add_extension(
+        authority = _builder(name, name, key, key, now, authority_days).add_extension(
             x509.BasicConstraints(ca=True, path_length=0), critical=True
         )
         _sign(authority, key, files.authority)

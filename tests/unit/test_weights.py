@@ -18,8 +18,6 @@ from kvbm import weights, weights_memo
 from kvbm.weights import changed_since, digest_by, open_memo, process_start_s, weight_files, weights_digest
 from rigs.other_user import NOBODY
 
-YEAR_2020 = 1_577_836_800
-
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:

@@ -86,7 +86,8 @@ def _check_certificates(settings: Settings, wall: Callable[[], float]) -> Check:
 
 
 def shown_to_itself(lends: ssl.SSLContext, reads: ssl.SSLContext, fleet: str) -> tuple[str, str]:
-    """The node that the certificate names, and until when it is good. Raises OSError and KvbmError where it is not."""
+    """The node that the certificate names, and until when it and its authority are good. Raises OSError and KvbmError
+    where they are not."""
     near, far = socket.socketpair()
     with near, far:
         for end in (near, far):
@@ -105,7 +106,13 @@ def shown_to_itself(lends: ssl.SSLContext, reads: ssl.SSLContext, fleet: str) ->
                     except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                         pass  # the other end's turn
             identity = certified(ends[0], fleet)
-            return identity.node, str((ends[0].getpeercert() or {})["notAfter"])
+            authorities = [str(each["notAfter"]) for each in reads.get_ca_certs()]
+            # Of several authorities the last one to end counts: one takes over from another.
+            until = (
+                str((ends[0].getpeercert() or {})["notAfter"]),
+                max(authorities, key=ssl.cert_time_to_seconds),
+            )
+            return identity.node, min(until, key=ssl.cert_time_to_seconds)
         finally:
             for each in ends:
                 each.close()

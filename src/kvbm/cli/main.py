@@ -63,11 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
         else:
-            from kvbm.cli.removed import describe_removal  # only an error needs it
+            from kvbm.cli.removed import describe_removed_call  # only an error needs it
 
             place = getattr(getattr(error, "ctx", None), "command_path", "kvbm")
             unknown = f"{error.format_message().rstrip('.')} (see {place} --help)"
-            _print_error(describe_removal(error) or unknown)
+            _print_error(describe_removed_call(error) or unknown)
         sys.exit(ERROR_EXIT_CODE)
 
 

@@ -46,7 +46,7 @@ REMOVED: dict[str, str] = {
 _UNKNOWN_COMMAND = re.compile(r"No such command '([^']+)'")
 
 
-def describe_removal(error: Exception) -> str:
+def describe_removed_call(error: Exception) -> str:
     """The line for the parser's error about an unknown command or option; empty where it was never there."""
     name = getattr(error, "option_name", None)
     if name is None and (found := _UNKNOWN_COMMAND.match(str(error))):

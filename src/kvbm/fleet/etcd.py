@@ -85,7 +85,6 @@ class EtcdDirectory:
         self._fault = NOT_REACHED_YET
         self._warned = False
         self._heard: dict[str, Peer] = {}
-        self._missing_since_s: dict[str, float] = {}
         self._keep_missing_until_s = 0.0
         self._peers: tuple[Peer, ...] = ()
         self._stopping = threading.Event()

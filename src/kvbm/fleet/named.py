@@ -10,7 +10,7 @@ from pathlib import Path
 from kvbm.clock import Clock
 from kvbm.errors import SettingsError
 from kvbm.fleet.directory import refuse_name
-from kvbm.fleet.tls import CERTIFICATES_PAGE, TlsFiles, ending, node_files
+from kvbm.fleet.tls import AUTHORITY, CERTIFICATES_PAGE, TlsFiles, ending, node_files
 from kvbm.settings import Settings, variable
 
 log = logging.getLogger("kvbm.fleet")
@@ -23,6 +23,10 @@ def node_name(settings: Settings) -> str:
     """This node's name. Raises SettingsError."""
     node = settings.fleet_node or socket.gethostname()
     refuse_name(variable("fleet_node"), node)
+    if node == AUTHORITY:
+        raise SettingsError(
+            variable("fleet_node"), node, "another name: the files of that one are the authority's"
+        )
     return node
 
 

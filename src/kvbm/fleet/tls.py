@@ -19,6 +19,8 @@ CERTIFICATES_PAGE = "docs/operating/fleet.md#certificates"
 """The commands that make an authority and the certificates of nodes."""
 WARN_S = 30 * 86400.0
 """A certificate that ends sooner has a line at each start."""
+AUTHORITY = "ca"
+"""The stem of the authority's files: no node has this name."""
 
 
 class TlsFiles(NamedTuple):
@@ -31,7 +33,7 @@ class TlsFiles(NamedTuple):
 
 def node_files(directory: Path, node: str) -> TlsFiles:
     """The files of a node in the directory that `fleet_certs` names."""
-    return TlsFiles(directory / "ca.pem", directory / f"{node}.pem", directory / f"{node}.key")
+    return TlsFiles(directory / f"{AUTHORITY}.pem", directory / f"{node}.pem", directory / f"{node}.key")
 
 
 class Identity(NamedTuple):
@@ -77,24 +79,27 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
 
 
 def ending(files: TlsFiles, now_s: float) -> str:
-    """A line where the node's certificate ends within 30 days of `now_s` (seconds since 1970), or has; else nothing.
+    """A line where the node's certificate or the authority's ends within 30 days of `now_s` (seconds since 1970), or
+    has; else nothing.
 
-    Nothing too where nobody can tell: without `cryptography`, or with a file that a context refuses. The authority's
-    own certificate never ends before those that it signs.
+    Nothing too without `cryptography`, or with a file that a context refuses.
     """
     try:
         from cryptography import x509
     except ImportError:
         return ""
-    try:
-        ends = x509.load_pem_x509_certificate(files.certificate.read_bytes()).not_valid_after_utc
-    except (OSError, ValueError):
-        return ""
-    left_s = ends.timestamp() - now_s
-    if left_s > WARN_S:
-        return ""
-    when = f"ended on {ends:%Y-%m-%d}" if left_s <= 0 else f"ends on {ends:%Y-%m-%d}"
-    return f"the certificate {files.certificate} {when}: renew it ({CERTIFICATES_PAGE}), and start this again"
+    for path in (files.certificate, files.authority):
+        try:
+            # Of several authorities in one file, the last one to end counts: one takes over from another.
+            found = x509.load_pem_x509_certificates(path.read_bytes())
+        except (OSError, ValueError):
+            return ""
+        ends = max(each.not_valid_after_utc for each in found)
+        left_s = ends.timestamp() - now_s
+        if left_s <= WARN_S:
+            when = f"ended on {ends:%Y-%m-%d}" if left_s <= 0 else f"ends on {ends:%Y-%m-%d}"
+            return f"the certificate {path} {when}: renew it ({CERTIFICATES_PAGE}), and start this again"
+    return ""
 
 
 def _accepted(error: Exception) -> str:

@@ -22,8 +22,6 @@ class LastCopies:
 
     def __init__(self, inner: EvictionPolicy, elsewhere: Callable[[int], bool]) -> None:
         self.inner = inner
-        self.spared = 0
-        """Last copies that others went before, since whoever counts them cleared it."""
         self._elsewhere = elsewhere
         self._filling: set[int] = set()
         hinted = getattr(inner, "hinted", None)
@@ -71,7 +69,6 @@ class LastCopies:
             return chosen
         # It may have dropped them from its queues, as it may with leases. What is being filled was no candidate.
         self.inner.evictable([slot for slot in kept.passed if slot not in self._filling])
-        self.spared += len(kept.passed) if chosen else 0
         rest = needed - len(chosen)
         if rest > 0:
             more = incoming[: max(0, len(incoming) - len(chosen))]

@@ -77,7 +77,7 @@ REMOVED: tuple[RemovedSetting, ...] = (
 """Accepted and ignored, with a warning that names the substitute."""
 
 
-def describe_removal(name: str) -> str:
+def describe_removed_setting(name: str) -> str:
     """What a user of this variable or key reads, without the name; empty where no removed setting has this name."""
     for row in REMOVED:
         if name in (row.variable, row.field):

@@ -17,7 +17,7 @@ from kvbm.errors import SettingsError
 from kvbm.present.numbers import format_bytes
 from kvbm.settings import parse, settings_file
 from kvbm.settings.advice import DEFAULT_ORIGIN, default_host_bytes, notices
-from kvbm.settings.ineffective import INEFFECTIVE, OTHER_VARIABLES, Ineffective, describe_removal
+from kvbm.settings.ineffective import INEFFECTIVE, OTHER_VARIABLES, Ineffective, describe_removed_setting
 from kvbm.settings.places import runtime_dir_under
 from kvbm.settings.schema import FIELDS, FILE_VARIABLE, PREFIX, SCHEMA, Settings
 from kvbm.settings.setting import Kind, Setting
@@ -156,7 +156,7 @@ def _from_mapping(
     """The command line, an engine's configuration or a program's arguments."""
     found: dict[str, _Found] = {}
     for field, value in values.items():
-        if line := describe_removal(str(field)):
+        if line := describe_removed_setting(str(field)):
             warnings.append(f"{origin}: {field} {line}")
         elif field not in FIELDS:
             # The names come from an engine's configuration file: a wrong one is its user's mistake, not a programmer's.
@@ -208,7 +208,7 @@ def _from_file(path: Path | None, warnings: list[str], faults: list[SettingsErro
         if field in FIELDS:
             _take(found, field, f"{path}: {field}", value, f"file {path}", faults)
         else:
-            line = describe_removal(field) or _describe_unknown(field, FIELDS)
+            line = describe_removed_setting(field) or _describe_unknown(field, FIELDS)
             warnings.append(f"{path}: {field} {line}")
     return found
 
@@ -322,7 +322,7 @@ def _remark_on_names(environ: Mapping[str, str], warnings: list[str], faults: li
                 continue
             if asked:
                 warnings.append(f"{name} has no effect: {row.reason}")
-        elif line := describe_removal(name):
+        elif line := describe_removed_setting(name):
             warnings.append(f"{name} {line}")
         elif name.startswith(PREFIX):
             warnings.append(f"{name} {_describe_unknown(name, known)}")

@@ -88,10 +88,15 @@ def test_certificates_that_are_not_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("days", "made_days_ago", "state"), [(90, 0, "ok"), (20, 0, "advice"), (5, 10, "fault")]
+    ("days", "authority_days", "made_days_ago", "state"),
+    [(90, 3650, 0, "ok"), (20, 3650, 0, "advice"), (90, 20, 0, "advice"), (5, 3650, 10, "fault")],
 )
-def test_certificates_are_good_until(tmp_path: Path, days: int, made_days_ago: int, state: str) -> None:
-    make_node(tmp_path, "reader", days, "f", now_s=NOW_S - made_days_ago * DAY_S)
+def test_certificates_are_good_until(
+    tmp_path: Path, days: int, authority_days: int, made_days_ago: int, state: str
+) -> None:
+    made_s = NOW_S - made_days_ago * DAY_S
+    make_node(tmp_path, "reader", days, "f", now_s=made_s, authority_days=authority_days)
+    days = min(days, authority_days)
     check = checks(fleet_certs=str(tmp_path), fleet="f", fleet_peers="127.0.0.1:1")["fleet certificates"]
     assert check.state == state, check
     assert ("expired" in check.found) == (state == "fault")

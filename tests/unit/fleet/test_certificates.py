@@ -103,6 +103,19 @@ def test_a_certificate_that_ends_soon_has_a_line_at_the_start(
     assert [record.getMessage() for record in caplog.records] == (lines if said else [])
 
 
+def test_an_authority_that_ends_first_has_the_line(tmp_path: Path) -> None:
+    files = make_node(tmp_path, "a", 365, "lab", now_s=MADE_S, authority_days=60)
+    assert ending(files, MADE_S + 29 * DAY_S) == ""
+    assert ending(files, MADE_S + 31 * DAY_S).startswith(
+        f"the certificate {files.authority} ends on 2027-03-16: "
+    )
+
+
+def test_no_node_has_the_name_of_the_authoritys_files(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"DYN_KVBM_FLEET_NODE='ca'.*the authority's"):
+        certificates(Settings(fleet_certs=str(tmp_path), fleet_node="ca"))
+
+
 def test_renewing_ends_the_line(tmp_path: Path) -> None:
     late_s = MADE_S + 364 * DAY_S
     files = make_node(tmp_path, "a", 365, "lab", now_s=MADE_S)

@@ -160,6 +160,23 @@ def test_after_a_restart_blocks_belong_to_who_asks_for_them() -> None:
     pool.check()
 
 
+def test_a_pool_that_is_indexed_anew_keeps_who_was_active_and_what_is_retained() -> None:
+    """A disk that works again: its blocks are found anew, in a pool of their own."""
+    keys, others = chain(1), chain(2)
+    before: SlotPool[BlockKey] = SlotPool(Tier.DISK, 16, LeafFirstLru(16), salt_share=0.5)
+    before.requested(keys, 1.0, tenant="one")
+    before.favouring.retain([keys[0], others[0]], [None, None], "two", until_s=50.0, priority=1, now_s=2.0)
+    after: SlotPool[BlockKey] = SlotPool(Tier.DISK, 16, LeafFirstLru(16), salt_share=0.5)
+    after.recover([(keys[0], None, 0)], 3.0)
+    after.favouring.take_over(before.favouring, 3.0)
+    assert after.favouring.favours is not None
+    assert after.favouring.retains(0, 49.0)
+    assert not after.favouring.retains(0, 51.0)
+    assert {each.key for each in after.favouring.favours.retained.all()} == {keys[0], others[0]}
+    assert {name for name, _ in after.favouring.favours.shares.active()} == {"one", "two"}
+    after.check()
+
+
 def test_operators_status_says_how_many_salts_there_are(make_manager: Callable[..., ManagerBench]) -> None:
     manager = make_manager(eviction="lru")
     leader, _ = manager.engine()

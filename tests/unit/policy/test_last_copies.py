@@ -23,7 +23,6 @@ def test_what_others_have_goes_first() -> None:
     policy = filled({2, 3, 5}, 8)
     assert policy.victims(2, (), (), 10.0) == [2, 3]
     assert policy.victims(2, (), (), 10.0) == [5, 0]
-    assert policy.spared >= 4, "0 and 1, both times"
 
 
 def test_where_nobody_has_anything_the_order_is_as_ever() -> None:

@@ -24,6 +24,7 @@ PACK_BLOCKS_MAX = PLACES_PER_PACK - 1
 """One less, so that places of two packs never follow one another."""
 
 NEWS_MAX = 1 << 15
+COMPRESSED_MAX = 1 << 15
 """So many blocks are told of between two calls of `news`, each way."""
 
 _UNSEEN = bytes(KEY_BYTES)
@@ -120,7 +121,8 @@ class Catalogue:
         self.forgotten_packs = 0
         """So many were forgotten, or not taken, to keep the bound."""
         self.compressed_packs = 0
-        """So many were not taken because they are compressed."""
+        """So many were not taken because they are compressed; beyond `COMPRESSED_MAX` they are not counted."""
+        self._compressed: set[str] = set()
         self._next_number = 0
         self._by_number: OrderedDict[int, _Pack] = OrderedDict()
         self._by_name: dict[str, _Pack] = {}
@@ -133,8 +135,8 @@ class Catalogue:
         return len(self._by_name)
 
     def knows(self, name: str) -> bool:
-        """Whether the pack is known. Any thread."""
-        return name in self._by_name
+        """Whether the pack is known, also as one that is compressed. Any thread."""
+        return name in self._by_name or name in self._compressed
 
     def add(
         self, entry: PackEntry, used_s: float = 0.0, keys: Sequence[BlockKey] = (), *, older: bool = False
@@ -154,8 +156,11 @@ class Catalogue:
                 return False
             self._forget(known)
         if entry.has_compressed(self._block_bytes):
-            self.compressed_packs += 1
+            if entry.name not in self._compressed and len(self._compressed) < COMPRESSED_MAX:
+                self._compressed.add(entry.name)
+                self.compressed_packs += 1
             return False
+        self._compressed.discard(entry.name)
         if not 0 < count <= PACK_BLOCKS_MAX or count + (self.block_count if older else 0) > self.blocks_max:
             self.forgotten_packs += 1
             return False

@@ -121,10 +121,6 @@ class Discovery:
         self._scan_wanted = True
         self._scanned_s: float | None = None
         self._looked_s: float | None = None
-        self.scans = 0
-        """How often all packs were listed."""
-        self.foreign = 0
-        """So many blobs were no packs of ours in the last of these listings."""
 
     @property
     def complete(self) -> bool:
@@ -176,14 +172,12 @@ class Discovery:
 
         Those written within the last `new_s` seconds are new; older ones take nobody's place.
         """
-        self.scans += 1
         store_now_s, now_s = self._store.now_s(), self._clock()
-        blocks, self.foreign = 0, 0
+        blocks = 0
         newest = _newest(self._unknown(told), SCAN_PACKS_MAX)
         for chunk in _chunks(newest):
             for info, entry in zip(chunk, self._read_ends([info.name for info in chunk]), strict=True):
                 if entry is None:
-                    self.foreign += 1
                     continue
                 age_s = max(0.0, store_now_s - info.modified_s)
                 if not self._queue.put(Learned(entry, now_s - age_s, age_s > new_s)):
@@ -227,9 +221,7 @@ class Discovery:
     def _unknown(self, told: Container[str]) -> Iterator[BlobInfo]:
         """The packs that are not known, from a listing of all."""
         for info in self._store.listing(PACK_PREFIX):
-            if not is_pack_name(info.name):
-                self.foreign += 1
-            elif info.name not in told and not self._knows(info.name):
+            if is_pack_name(info.name) and info.name not in told and not self._knows(info.name):
                 yield info
 
 

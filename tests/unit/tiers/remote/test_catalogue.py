@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import tracemalloc
 
+import msgspec
+
 from kvbm.block import BlockKey
 from kvbm.tiers.remote import catalogue
 from kvbm.tiers.remote.catalogue import PLACES_PER_PACK, Catalogue
@@ -54,6 +56,15 @@ def test_a_pack_is_learned_once_and_its_number_never_used_again() -> None:
     assert known.places(keys(0)) == [NOWHERE] and known.span(0, 1) is None
     assert known.add(entry("a", 0))
     assert known.places(keys(0)) == [PLACES_PER_PACK]
+
+
+def test_a_compressed_pack_is_counted_once_and_passed_over_from_then_on() -> None:
+    known = Catalogue(100, BLOCK_BYTES)
+    compressed = msgspec.structs.replace(entry("a", 0, 1), offsets=(0, 1000, 2000))
+    assert not known.add(compressed) and not known.add(compressed)
+    assert (known.compressed_packs, known.pack_count, known.knows("a")) == (1, 0, True)
+    assert known.add(entry("a", 0, 1)), "written again, by a version that does not compress"
+    assert (known.compressed_packs, known.pack_count) == (1, 1)
 
 
 def test_of_a_name_that_is_known_the_last_word_counts() -> None:
