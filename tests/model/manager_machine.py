@@ -279,6 +279,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, HEAL_INTERVAL_S, LEASE_S / 2, LEASE_S, RESERVATION_S + 1.0]))
     def time_passes(self, seconds: float) -> None:
         self.clock.advance(seconds)
+        self.space.expire_leases()
         for reservation in self.space.overdue():
             self._condemn((reservation.owner, reservation.number))
         assert all(lease.deadline_s > self.clock() for lease in self.space.leases)

@@ -130,7 +130,7 @@ class LendingNode:
                 with self._gate:
                     if ready or self.turns % 10 == 0:
                         self.lending.turn()
-                    self.space.overdue()
+                    self.space.expire_leases()
                     self.turns += 1
 
     def hold(self) -> threading.Lock:

@@ -96,6 +96,9 @@ class GuardedSpace(Space):
     def tell_policies(self) -> bool:
         return self._try(False, super().tell_policies)
 
+    def expire_leases(self) -> list[Lease]:
+        return self._try(list[Lease](), super().expire_leases)
+
     def overdue(self) -> list[Reservation]:
         return self._try(list[Reservation](), super().overdue)
 

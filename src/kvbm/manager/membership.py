@@ -164,14 +164,17 @@ class Membership:
             if engine.leader is not None and (engine.announced, engine.lease_blocks) != present:
                 self._send_ready(engine)
 
-    def expire(self) -> None:
-        """End leases and reservations past their deadline."""
+    def expire(self) -> list[Lease]:
+        """End leases and reservations past their deadline. Returns the leases."""
+        expired: list[Lease] = []
         for engine in self:
             self._forget_if_gone(engine)
             leader = engine.leader
+            expired += engine.space.expire_leases()
             overdue = engine.space.overdue()
             if leader is not None:
                 self.fences.raise_for(engine, [r for r in overdue if r.owner == leader.number])
+        return expired
 
     def name_missing(self) -> None:
         """Name ranks that did not come in time, in the log and to their leader; again only when they are others."""

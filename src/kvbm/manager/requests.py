@@ -75,6 +75,11 @@ class Requests:
         )  # lookups under way: their replies tell how far they are
 
     @property
+    def watched_count(self) -> int:
+        """Lookups that workers watch: no more than there are leases with blocks under way."""
+        return len(self._watchers)
+
+    @property
     def handlers(self) -> dict[type, Callable[[Session, Any], Iterator[None] | None]]:
         """Each takes the message of its type."""
         return {
@@ -113,7 +118,7 @@ class Requests:
         finally:
             self._unanswered.discard(name)
         if self._membership.led_by(session) is not engine:  # it lost a rank meanwhile
-            space.release(session.number, message.lookup)
+            self._end_lease(space, session, message.lookup)
             lease = None
         self._followers.asked(space, message.keys)
         told = decided_here(asker.verdicts, judged, decided)
@@ -150,8 +155,7 @@ class Requests:
         engine = self._membership.of(session)
         if engine is None or engine.leader is not session:
             return
-        self._watchers.pop((session.number, message.lookup), None)
-        lease = engine.space.release(session.number, message.lookup)
+        lease = self._end_lease(engine.space, session, message.lookup)
         if lease is not None and message.loaded > 0:
             loaded = bytes(lease.sources[message.first : message.first + message.loaded])
             self._traffic.loaded(
@@ -278,8 +282,16 @@ class Requests:
         if lease.final:
             self._watchers.pop((lease.owner, lease.number), None)
 
+    def _end_lease(self, space: Space, session: Session, lookup: int) -> Lease | None:
+        """End a lease of the session; None where it had ended already."""
+        lease = space.release(session.number, lookup)
+        if lease is not None:
+            self.dropped([lease])
+        return lease
+
     def dropped(self, leases: list[Lease]) -> None:
-        """Leases ended with their owner: notify those that watched them that no more blocks come."""
+        """Leases ended by their owner, with it, or by their deadline: workers that watch them are told that no more
+        blocks come."""
         for lease in leases:
             for number in self._watchers.pop((lease.owner, lease.number), ()):
                 session = self._session_by_number(number)

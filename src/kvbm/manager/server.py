@@ -311,7 +311,7 @@ class Server:
     def _tick(self) -> None:
         self._door.open_again()
         self._pins.expire()
-        self.membership.expire()
+        self._requests.dropped(self.membership.expire())
         for _, space in self.spaces:
             space.below.tick()
         if self._lending is not None:

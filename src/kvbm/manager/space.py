@@ -271,15 +271,19 @@ class Space:
         """Tell the policies a slice of what happened, when nobody waits for an answer. False: nothing was left."""
         return self._usage.tell()
 
-    def overdue(self) -> list[Reservation]:
-        """End leases past their deadline, and drop some of the blocks past theirs. Returns the reservations past
-        theirs, which the caller condemns."""
-        now_s = self._clock()
-        for lease in self.leases.overdue(now_s):
+    def expire_leases(self) -> list[Lease]:
+        """End the leases past their deadline, and return them."""
+        expired = self.leases.overdue(self._clock())
+        for lease in expired:
             self.release(lease.owner, lease.number)
             self._metrics.add("kvbm_leases_expired_total")
+        return expired
+
+    def overdue(self) -> list[Reservation]:
+        """Drop some of the blocks past their deadline. Returns the reservations past theirs, which the caller
+        condemns."""
         self._drop_expired()
-        return [r for r in self.reservations.overdue(now_s) if not r.condemned]
+        return [r for r in self.reservations.overdue(self._clock()) if not r.condemned]
 
     def _drop_expired(self) -> None:
         with self.departed.because(EXPIRED):

@@ -159,7 +159,7 @@ def test_the_spaces_own_deadlines_end_it_too(shop: Shop) -> None:
     reader = shop.enter()
     shop.ask(reader, KEYS[:4])
     shop.bench.clock.advance(5.1)
-    shop.bench.space.overdue()
+    shop.bench.space.expire_leases()
     assert shop.leased == 0
     shop.turns()
     assert shop.lending.leased_count == 0

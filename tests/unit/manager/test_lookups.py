@@ -122,7 +122,7 @@ def test_an_owner_that_went_meanwhile_holds_nothing(bench: Bench) -> None:
 def test_a_lookup_whose_time_is_over_found_nothing(bench: Bench) -> None:
     looking = begun(bench)
     bench.clock.advance(LEASE_S + 1.0)
-    bench.space.overdue()
+    bench.space.expire_leases()
     assert ended(looking) == Found()
     assert nothing_held(bench)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from kvbm.block import BlockState
 from kvbm.layout import BlockLayout
 from kvbm.manager.lookups import LEASE_S
@@ -17,6 +19,7 @@ from kvbm.protocol import (
     Hello,
     Progress,
     Ready,
+    Release,
     Reserve,
     Reset,
     ResetReply,
@@ -250,6 +253,38 @@ def test_who_watches_a_lease_of_a_dead_leader_hears_the_end(make_manager: MakeBe
     below.release()
     manager.step()
     assert manager.space().host_pool.counts().filling == 0
+
+
+def test_who_watches_a_lease_that_runs_out_hears_the_end(make_manager: MakeBench, below: FakeTier) -> None:
+    manager, leader, worker = onboarding(make_manager, below, 2)
+    leader.lookup(2, KEYS[:2])
+    worker.send(Watch(lookup=2))
+    worker.take()
+    manager.clock.advance(LEASE_S + 1.0)
+    manager.tick()
+    assert worker.take() == [Progress(lookup=2, ready=0, final=True)]
+    worker.send(Watch(lookup=2))
+    assert worker.take() == [Progress(lookup=2, ready=0, final=True)], "who comes after that, too"
+
+
+@pytest.mark.parametrize("end", ["deadline", "release", "leader", "worker", "engine"])
+def test_no_watcher_outlives_the_lease(make_manager: MakeBench, below: FakeTier, end: str) -> None:
+    manager, leader, worker = onboarding(make_manager, below, 2)
+    leader.lookup(2, KEYS[:2])
+    worker.send(Watch(lookup=2))
+    worker.take()
+    assert manager.server._requests.watched_count == 1
+    if end == "release":
+        leader.send(Release(lookup=2))
+    if end in ("leader", "engine"):
+        leader.close()
+    if end in ("worker", "engine"):
+        worker.close()
+    manager.step()
+    if end in ("deadline", "worker"):
+        manager.clock.advance(LEASE_S + 1.0)
+    manager.tick()
+    assert manager.server._requests.watched_count == len(manager.space().leases) == 0
 
 
 def _number(manager: ManagerBench) -> int:

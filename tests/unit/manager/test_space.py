@@ -327,6 +327,8 @@ def test_what_runs_out_ends(bench: Bench) -> None:
     assert bench.space.overdue() == []
     assert bench.space.host_pool.counts().leased == 2
     bench.clock.advance(2.0 + abs(LEASE_S - RESERVATION_S))
+    (expired,) = bench.space.expire_leases()
+    assert (expired.number, expired.final) == (1, True)
     (overdue,) = bench.space.overdue()
     assert overdue.keys == KEYS[2:3]
     assert bench.space.host_pool.counts().leased == 0
