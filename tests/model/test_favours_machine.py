@@ -165,7 +165,7 @@ class FavoursMachine(RuleBasedStateMachine):
 
     def retain(self, tenant: str, keys: list[Key], priority: int, ttl_s: float) -> None:
         favouring = self.pool.favouring
-        favouring.retain(keys, self.pool.find_all(keys), tenant, self.now_s + ttl_s, priority, self.now_s)
+        favouring.retain(keys, self.pool.slots_of(keys), tenant, self.now_s + ttl_s, priority, self.now_s)
         self.asked_s[tenant] = self.now_s
         favours = favouring.favours
         assert favours is not None

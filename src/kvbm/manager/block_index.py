@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
-from kvbm.block import BlockState, SlotIndex
+from kvbm.block import NO_SLOT, BlockState, SlotIndex
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 """The key of a block and of the chain up to it: `BlockKey` in the manager, a number in the simulator."""
@@ -64,6 +64,10 @@ class BlockIndex(Generic[KeyT]):
         """The slot that is being filled with the block, if any."""
         slot = self._slots.get(key)
         return SlotIndex(slot) if slot is not None and self._state[slot] == _FILLING else None
+
+    def slots_of(self, keys: Iterable[KeyT]) -> list[int]:
+        """The slot that holds each of the blocks, resident or being filled; NO_SLOT for one that is not held."""
+        return [self._slots.get(key, NO_SLOT) for key in keys]
 
     def holds(self, key: KeyT) -> bool:
         """Whether the block is resident or being filled."""

@@ -4,7 +4,7 @@ retained block. Until then it is asked as it is, and nothing is counted.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvbm.block import NO_SLOT, BlockState
@@ -23,8 +23,8 @@ class Pool(Protocol):
     def slots_in(self, state: BlockState) -> list[int]:
         """All slots in this state."""
 
-    def find_all(self, keys: list[Any]) -> list[int | None]:
-        """The slot of each of these blocks that is resident."""
+    def slots_of(self, keys: Iterable[Any]) -> list[int]:
+        """The slot that holds each of these blocks, resident or being filled; NO_SLOT for one that is not held."""
 
 
 class Favouring:
@@ -76,7 +76,7 @@ class Favouring:
     def retain(
         self,
         keys: Sequence[Hashable],
-        slots: Sequence[int | None],
+        slots: Sequence[int],
         tenant: str,
         until_s: float,
         priority: int,
@@ -86,8 +86,7 @@ class Favouring:
         if self.favours is None:
             self.favours = self._put_on()
         self.favours.asked_by(tenant, now_s)
-        here = [NO_SLOT if slot is None else slot for slot in slots]
-        return self.favours.retain(keys, here, until_s, priority, now_s)
+        return self.favours.retain(keys, slots, until_s, priority, now_s)
 
     def retains(self, slot: int, now_s: float) -> bool:
         """Whether the block in a slot is retained."""
@@ -110,9 +109,8 @@ class Favouring:
             if whose is not None and each.until_s > now_s:
                 self.favours = self.favours or self._put_on()
                 self.favours.stored_for(whose, NO_SLOT)
-                (slot,) = self._pool.find_all([each.key])
-                here = NO_SLOT if slot is None else slot
-                self.favours.retain((each.key,), (here,), each.until_s, each.priority, now_s)
+                slots = self._pool.slots_of((each.key,))
+                self.favours.retain((each.key,), slots, each.until_s, each.priority, now_s)
 
     def check(self, used: int) -> None:
         """Assert that every slot that is not free, of which there are `used`, counts for somebody, once."""

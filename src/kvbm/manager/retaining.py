@@ -86,7 +86,8 @@ class Retaining:
                     yield
                 pool, now_s = self.pools()[tier], self.clock()
                 some = list(keys[start : start + _AT_ONCE])
-                slots = pool.find_all(some)
+                # A block that is still being filled is retained from its commit on.
+                slots = pool.slots_of(some)
                 done = pool.favouring.retain(some, slots, tenant, now_s + keep_s, priority, now_s)
                 kept += done
                 if done < len(some):

@@ -76,6 +76,41 @@ def test_what_is_retained_stays_while_others_may_go(
     assert manager.space().host_pool.find(KEYS[0]) is None, "its time is over"
 
 
+@pytest.mark.parametrize("eviction", ["lru", "gittins"])
+@pytest.mark.parametrize("others", [False, True])
+def test_what_is_still_being_filled_is_retained_once_it_is_committed(
+    make_manager: Callable[..., ManagerBench], eviction: str, others: bool
+) -> None:
+    manager = make_manager(eviction=eviction)
+    leader, _ = manager.engine()
+    if others:  # a pool in which blocks are favoured already
+        ask(leader, 9, OTHER[400:401], {"min_ttl": 1})
+    leader.send(Reserve(store=2, parent=b"", keys=b"".join(KEYS[:4])))
+    leader.expect(ReserveReply)
+    assert ask(leader, 1, KEYS[:4], {"end": 16, "priority": 80, "min_ttl": 60}).verdicts == (ACCEPTED,)
+    leader.send(Commit(store=2))
+    manager.step()
+    assert manager.space().host_pool.favouring.retained_count == 4
+    flood(manager, leader, range(6))
+    assert len(ask(leader, 3, KEYS[:4]).slots) == 4
+
+
+def test_a_store_that_fails_leaves_the_promise_for_the_next_one(
+    make_manager: Callable[..., ManagerBench],
+) -> None:
+    manager = make_manager()
+    leader, _ = manager.engine()
+    leader.send(Reserve(store=2, parent=b"", keys=b"".join(KEYS[:2])))
+    leader.expect(ReserveReply)
+    ask(leader, 1, KEYS[:2], {"min_ttl": 60})
+    leader.send(Commit(store=2, failed=(1,)))
+    manager.step()
+    assert manager.space().host_pool.favouring.retained_count == 1
+    store(leader, 3, KEYS[1:2], KEYS[0])
+    manager.step()
+    assert manager.space().host_pool.favouring.retained_count == 2
+
+
 def flood(manager: ManagerBench, leader: Client, numbers: range) -> None:
     """Prompts of others, each asked for often enough to be worth something to any policy."""
     for number in numbers:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvbm.admin_protocol import Describe, Description
-from kvbm.block import BlockKey, Tier
+from kvbm.block import NO_SLOT, BlockKey, Tier
 from kvbm.cli.status import favour_lines
 from kvbm.client.admin import _AdminChannel
 from kvbm.hashing import chain_keys
@@ -165,7 +165,9 @@ def test_a_pool_that_is_indexed_anew_keeps_who_was_active_and_what_is_retained()
     keys, others = chain(1), chain(2)
     before: SlotPool[BlockKey] = SlotPool(Tier.DISK, 16, LeafFirstLru(16), salt_share=0.5)
     before.requested(keys, 1.0, tenant="one")
-    before.favouring.retain([keys[0], others[0]], [None, None], "two", until_s=50.0, priority=1, now_s=2.0)
+    before.favouring.retain(
+        [keys[0], others[0]], [NO_SLOT, NO_SLOT], "two", until_s=50.0, priority=1, now_s=2.0
+    )
     after: SlotPool[BlockKey] = SlotPool(Tier.DISK, 16, LeafFirstLru(16), salt_share=0.5)
     after.recover([(keys[0], None, 0)], 3.0)
     after.favouring.take_over(before.favouring, 3.0)
