@@ -10,6 +10,7 @@ from pathlib import Path
 PARTS = {
     "copy": "benchmarks.transfer_copy",
     "disk": "benchmarks.disk",
+    "frozen": "benchmarks.frozen_disk",
     "manager": "benchmarks.manager",
     "crowd": "benchmarks.crowd_manager",
     "events": "benchmarks.events",

@@ -134,13 +134,17 @@ class HostArenaTier:
     def fileno(self) -> int:
         return self._event
 
-    def heal(self) -> bool:
-        return not self._closed
+    @property
+    def busy_s(self) -> float:
+        return 0.0
+
+    def heal(self) -> Outcome:
+        return Outcome.RETRY if self._closed else Outcome.HIT
 
     def drain(self, deadline_s: float) -> bool:
         return True
 
-    def close(self, keep: bool) -> None:
+    def close(self, keep: bool, deadline_s: float = 0.0) -> None:
         """Completions that nobody took keep the descriptor of `fileno` until they are polled."""
         if self._closed:
             return

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvbm.testing.stored_runs import LAYOUT, NAMESPACE, by_slot, make_key, store
+from kvbm.testing.stored_runs import LAYOUT, NAMESPACE, by_slot, heal, make_key, store
 from kvbm.tiers.disk import geometry
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 
@@ -187,7 +187,7 @@ def test_a_tier_that_heals_comes_back_to_its_own_directory(tmp_path: Path) -> No
     later = other.path / "journal"
     other.close(keep=True)
     os.utime(later, (9e9, 9e9))
-    assert mine.heal()
+    assert heal(mine)
     assert mine.path == path
     assert found_keys(mine) == {make_key(1)}
     mine.close(keep=False)

@@ -16,7 +16,7 @@ from kvbm.block import NO_SLOT, BlockKey, BlockState
 from kvbm.clock import ManualClock
 from kvbm.hashing import chain_keys
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.manager.disk_side import HEAL_INTERVAL_S
+from kvbm.manager.disk_health import HEAL_S_MAX
 from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.leases import PREFETCHES, Lease, LeaseState, Reservation
 from kvbm.manager.lookups import LEASE_S, LookingUp
@@ -276,7 +276,7 @@ class ManagerMachine(RuleBasedStateMachine):
             for key in [key for key in known if key[0] == owner]:
                 del known[key]
 
-    @rule(seconds=st.sampled_from([1.0, HEAL_INTERVAL_S, LEASE_S / 2, LEASE_S, RESERVATION_S + 1.0]))
+    @rule(seconds=st.sampled_from([1.0, HEAL_S_MAX, LEASE_S / 2, LEASE_S, RESERVATION_S + 1.0]))
     def time_passes(self, seconds: float) -> None:
         self.clock.advance(seconds)
         self.space.expire_leases()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from kvbm.block import BlockState
-from kvbm.manager.disk_side import HEAL_INTERVAL_S
+from kvbm.manager.disk_health import HEAL_S_MAX
 from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.lookups import advance
 from kvbm.policy import LeafFirstLru
@@ -129,7 +129,7 @@ class FakeTierMachine(ManagerMachine):
     def _heal_everything(self) -> None:
         self.fake.throttled = False
         self.fake.mend()
-        self.clock.advance(HEAL_INTERVAL_S)
+        self.clock.advance(HEAL_S_MAX)
 
     def teardown(self) -> None:
         try:

@@ -12,7 +12,7 @@ from hypothesis.stateful import invariant, precondition, rule
 from kvbm.grouping import at_once
 from kvbm.hints import ClientHint, read_hint
 from kvbm.manager import prefetching
-from kvbm.manager.disk_side import HEAL_INTERVAL_S
+from kvbm.manager.disk_health import HEAL_S_MAX
 from kvbm.manager.prefetching import Cause
 from kvbm.tiers.contract import RunTier
 from model.manager_machine import CHAINS, DISK_SLOTS, LAYOUT, ManagerMachine, chains, pick, positions
@@ -136,12 +136,12 @@ class SessionsMachine(ManagerMachine):
     @rule()
     def mend(self) -> None:
         self.fake.mend()
-        self.clock.advance(HEAL_INTERVAL_S)
+        self.clock.advance(HEAL_S_MAX)
         self.space.pump()
 
     def _heal_everything(self) -> None:
         self.fake.mend()
-        self.clock.advance(HEAL_INTERVAL_S)
+        self.clock.advance(HEAL_S_MAX)
 
     def teardown(self) -> None:
         try:

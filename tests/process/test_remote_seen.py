@@ -73,7 +73,7 @@ def test_commands_and_page_know_the_store(make_node: MakeNode, tmp_path: Path) -
     wait_for(noticed, END_S, "still on")
     code, out, _ = node.kvbm("status")
     assert code == 1
-    assert re.search(r"fault: G4 remote of namespace .* is off: .*is it mounted", out), out
+    assert re.search(r"fault: G4 remote of namespace .* does not work: .*is it mounted", out), out
     levels = {finding["level"] for finding in node.json("top", "--once")["findings"]}
     assert "fault" in levels
     code, out, _ = node.kvbm("doctor")

@@ -78,7 +78,8 @@ class FakeTier:
     """A `RunTier` for tests. With `by_hand` nothing completes before `release`; otherwise everything does at once.
 
     `throttled` refuses new work. `lose` makes stores complete with success and keep nothing. `break_down` turns the
-    tier off: pending work completes with RETRY, and `heal` works again once `mend` was called.
+    tier off: pending work completes with RETRY, and `heal` works again once `mend` was called. An operation of the
+    medium takes as long as `busy_s` says.
     """
 
     name = "fake"
@@ -95,6 +96,7 @@ class FakeTier:
         self.throttled = False
         self.lose = False
         self.forgotten: list[int] = []
+        self.busy_s = 0.0
         self._by_hand = by_hand
         self._fault = ""
         self._mended = True
@@ -181,21 +183,21 @@ class FakeTier:
     def fileno(self) -> int:
         return self._event
 
-    def heal(self) -> bool:
-        """True after `mend`; the blocks of the medium are in `recovered` again."""
+    def heal(self) -> Outcome:
+        """HIT after `mend`; the blocks of the medium are in `recovered` again."""
         if not self._mended or self._closed:
-            return False
+            return Outcome.RETRY
         if self._fault:
             self._fault = ""
             self._recovered = self._recover()
-        return True
+        return Outcome.HIT
 
     def drain(self, deadline_s: float) -> bool:
         """Complete everything, so that a caller that waits sees the end."""
         self.release()
         return True
 
-    def close(self, keep: bool) -> None:
+    def close(self, keep: bool, deadline_s: float = 0.0) -> None:
         if self._closed:
             return
         self.release()

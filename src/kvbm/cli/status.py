@@ -75,7 +75,9 @@ def faults_of(description: Description) -> list[str]:
         if space.fault:
             faults.append(f"{name} is off: {space.fault}")
         faults += [
-            f"{tier_label(tier.tier)} of {name} is off: {tier.fault}" for tier in space.tiers if tier.fault
+            f"{tier_label(tier.tier)} of {name} does not work: {tier.fault}"
+            for tier in space.tiers
+            if tier.fault
         ]
         faults += [
             f"{tier_label('remote')} of {name} takes no blocks: {each.store_fault}"

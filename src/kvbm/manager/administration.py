@@ -194,7 +194,7 @@ def _report_space(namespace: Namespace, space: Space) -> SpaceReport:
                 filling=counts.filling,
                 resident=counts.resident,
                 leased=counts.leased,
-                fault=disk.fault if disk is not None and below else "",
+                fault=disk.trouble if disk is not None and below else "",
                 retained=pool.favouring.retained_count,
                 salts=salts,
                 poor=poor,

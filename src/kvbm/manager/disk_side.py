@@ -11,6 +11,7 @@ from math import inf
 from kvbm.block import BlockKey, Outcome, SlotIndex, Tier
 from kvbm.clock import Clock
 from kvbm.manager.departed import CORRUPT, Departed
+from kvbm.manager.disk_health import DiskHealth
 from kvbm.manager.held_keys import HeldKeys
 from kvbm.manager.leases import Lease
 from kvbm.manager.names import EngineNames
@@ -25,7 +26,6 @@ from kvbm.policy import AdmissionPolicy, make_policy
 from kvbm.tiers.contract import BlockHead, Completion, RunTier
 from kvbm.tiers.host import HostArena
 
-HEAL_INTERVAL_S = 10.0
 CLOSE_S_MAX = 5.0
 
 
@@ -33,8 +33,7 @@ CLOSE_S_MAX = 5.0
 class DiskSide:
     """The part of a space that exists only with a disk. Owned by the manager's thread.
 
-    After a fault the medium is tried again now and then; `pool`, `onboarder` and `offloader` are new ones once it
-    works.
+    `pool`, `onboarder` and `offloader` are new ones once a medium that was off works again.
     """
 
     medium: RunTier
@@ -61,7 +60,7 @@ class DiskSide:
     onboarder: Onboarder = field(init=False)
     offloader: Offloader[BlockKey] = field(init=False)
     _job_ids: Iterator[int] = field(default_factory=lambda: count(1), init=False)
-    _heal_at_s: float = field(default=0.0, init=False)
+    _health: DiskHealth = field(init=False)
     # Slots whose block was evicted and whose record is still there.
     _to_void: list[int] = field(default_factory=list, init=False)
     # Polled and not yet looked at.
@@ -71,6 +70,7 @@ class DiskSide:
         slots, tokens = self.medium.slot_count, self.arena.layout.block_tokens
         self.facts = SlotFacts(Tier.DISK, slots, tokens, self._read_facts)
         self.held = HeldKeys(Tier.DISK, slots)
+        self._health = DiskHealth(self.medium, self.metrics, self.clock)
         self._index()
 
     @property
@@ -79,9 +79,14 @@ class DiskSide:
         return self.medium.fault
 
     @property
+    def trouble(self) -> str:
+        """Empty while the medium works; otherwise one line saying why it is off, or that it is slow."""
+        return self.fault or self._health.slow
+
+    @property
     def pool_if_on(self) -> SlotPool[BlockKey] | None:
-        """The slots of the medium while it works; None while it is off."""
-        return None if self.fault else self.pool
+        """The slots of the medium while it works; None while it is off or slow."""
+        return None if self.trouble else self.pool
 
     @property
     def queued_count(self) -> int:
@@ -96,7 +101,7 @@ class DiskSide:
     @property
     def room(self) -> int:
         """As `offload.BlockWriter`."""
-        return self.medium.store_room
+        return 0 if self._health.slow else self.medium.store_room
 
     def write_run(
         self, job_id: int, keys: Sequence[BlockKey], parent: BlockKey | None, source: int, target: int
@@ -127,16 +132,14 @@ class DiskSide:
 
     def advance(self) -> bool:
         """Submit queued blocks; try a medium that is off again when that is due. Whether it is to be called again."""
+        if self._health.becomes_slow():
+            self.onboarder.give_up()
         again = self.onboarder.pump()
         again = self.offloader.pump() or again
         self.void_emptied()
-        now_s = self.clock()
-        if self.fault and not self.queued_count and now_s >= self._heal_at_s:
-            self._heal_at_s = now_s + HEAL_INTERVAL_S
-            self.metrics.add("kvbm_retries_total", operation="tier")
-            if self.medium.heal():
-                self.onboarder.healed()
-                self._index_anew()
+        if self.fault and not self.queued_count and self._health.comes_back():
+            self.onboarder.healed()
+            self._index_anew()
         return again
 
     def close(self, keep: bool) -> None:

@@ -64,7 +64,7 @@ def publish_gauges(named: Sequence[tuple[str, Space]], metrics: Metrics) -> None
             for queue, lane in (("onboard", space.disk.onboarder), ("offload", space.disk.offloader)):
                 queues[queue] += lane.queued_count
                 ages_s[queue] = max(ages_s.get(queue, 0.0), lane.oldest_s())
-            faults["disk"] += bool(space.disk.fault or space.failure)
+            faults["disk"] += bool(space.disk.trouble or space.failure)
         faults["host"] += bool(space.failure)
     _publish_remotes(spaces, metrics)
     metrics.set("kvbm_leases", sum(len(space.leases) for space in spaces))

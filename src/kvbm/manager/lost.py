@@ -44,7 +44,7 @@ def fates(space: Space, why: Missing) -> Fates:
     if (
         why.disk is None
         and space.disk is not None
-        and not space.disk.fault
+        and not space.disk.trouble
         and _refuses(space.disk.admission)
     ):
         known = known._replace(disk=refused)

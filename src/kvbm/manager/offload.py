@@ -35,7 +35,11 @@ class BlockWriter(Protocol[KeyT_contra]):
 
     @property
     def fault(self) -> str:
-        """Empty while the disk works."""
+        """Empty unless the disk is off."""
+
+    @property
+    def trouble(self) -> str:
+        """Empty while the disk takes blocks: it is neither off nor slow."""
 
     @property
     def run_blocks_max(self) -> int:
@@ -178,7 +182,7 @@ class Offloader(Generic[KeyT]):
 
     def _takes(self, key: KeyT) -> bool:
         """Whether the queue can take one more admitted block; a refusal is counted."""
-        if self.writer.fault:
+        if self.writer.trouble:
             self._skip("tier_off", admitted=True, key=key)
         elif len(self.queue) >= QUEUE_BLOCKS_MAX:
             self._skip("queue_full", admitted=True, key=key)

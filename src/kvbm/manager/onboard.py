@@ -263,6 +263,19 @@ class Onboarder:
         self._finish(run, ends, completion.still_in_use)
         return True
 
+    def give_up(self) -> None:
+        """The tier does not get on: leases wait no longer for what is queued or being read. Reads that were begun
+        end when they end, and their blocks are of use to others then."""
+        while self._queue:
+            run = self._queue.popleft()
+            run.queued = False
+            if run.keys:
+                self._finish(run, [BlockEnd(Outcome.RETRY)] * len(run.keys))
+        for run in self._in_flight.values():
+            waiting, run.waiting = run.waiting, []
+            for wanted in waiting:
+                self._answer(run, wanted, range(len(run.keys)))
+
     def healed(self) -> None:
         """The tier works again: nothing writes any more to the host slots of reads that failed without an end."""
         lost, self._unusable = self._unusable, []

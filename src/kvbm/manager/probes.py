@@ -96,7 +96,7 @@ class Probes:
         """(tier, why it does not work). A space that failed has no tier left."""
         if space.failure:
             return [(tier, f"namespace {namespace.short} is off: {space.failure}") for tier in self._tiers]
-        faults = [("disk", space.disk.fault)] if space.disk is not None else []
+        faults = [("disk", space.disk.trouble)] if space.disk is not None else []
         faults += [(REMOTE, remote.fault) for remote in space.remotes]
         return [(tier, f"namespace {namespace.short}: {fault}") for tier, fault in faults if fault]
 

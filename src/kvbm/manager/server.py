@@ -5,11 +5,8 @@ Answers come first; what policies learn of requests waits until no client does (
 Everything a manager owns is touched by this thread alone. Blocks are read and written by the tier's own threads, which
 report through its descriptor. The loop never waits for a client. For a medium it waits in these cases:
 
-- a tier is opened when the first engine of a namespace comes, and again when it heals: files without an owner are
-  removed, its own are prepared (when it heals, for about a second at most), its journal is read and indexed;
-- slots of the disk tier are emptied: their journal records, 256 bytes each, are voided in the page cache, with one
-  write for each stretch of slots. `Reset` does that for all the blocks that it drops from disk;
-- every few seconds each tier checks that its files are still there;
+- a tier is opened when the first engine of a namespace comes: files without an owner are removed, its own are
+  prepared, its journal is read and indexed;
 - the last engine of an ephemeral namespace goes: reads and writes under way end, and its files are removed.
 """
 

@@ -8,6 +8,7 @@ from math import inf
 from typing import Protocol
 
 from kvbm.block import BlockKey, Outcome, SlotIndex, Tier, alike
+from kvbm.manager.disk_health import is_slow
 from kvbm.manager.pool import CORRUPT, MISSING, SlotPool
 from kvbm.tiers.contract import RunTier
 from kvbm.tiers.host import HostArena
@@ -85,6 +86,8 @@ class DiskSource:
 
     def leading(self, keys: list[BlockKey]) -> list[int]:
         """As `Source`."""
+        if is_slow(self.medium):
+            return []
         slots = self.pool.find_leading(keys)
         return distinct(slots[: alike(self.pool.tails, slots)])
 

@@ -337,7 +337,7 @@ class Space:
             pool.tier.name.lower(): {"blocks": pool.slot_count, **msgspec.structs.asdict(pool.counts())}
             for pool in self.pools
         }
-        fault, queued = (self.disk.fault, self.disk.queued_count) if self.disk is not None else ("", 0)
+        fault, queued = (self.disk.trouble, self.disk.queued_count) if self.disk is not None else ("", 0)
         remote = [each.describe() for each in self.remotes]
         facts = {"block_bytes": self.layout.block_bytes, "fault": fault, "queued": queued}
         return {**facts, "tiers": tiers, "remote": remote}

@@ -346,7 +346,7 @@ TABLE: tuple[Metric, ...] = (
     Metric(
         name="kvbm_tier_up",
         kind=_GAUGE,
-        help="1 while a configured tier works, 0 while it is off after a fault",
+        help="1 while a configured tier works, 0 while it is off after a fault or slow",
         labels=(_TIER,),
     ),
     Metric(

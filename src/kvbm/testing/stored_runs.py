@@ -81,6 +81,13 @@ def collect(tier: RunTier, count: int, deadline_s: float = DEADLINE_S) -> dict[i
     return found
 
 
+def heal(tier: RunTier) -> bool:
+    """Have a tier that is off open its medium again, and wait. Whether it works then."""
+    while (outcome := tier.heal()) is Outcome.PENDING:
+        assert tier.drain(DEADLINE_S)
+    return outcome is Outcome.HIT
+
+
 def store(
     tier: RunTier,
     layout: BlockLayout,

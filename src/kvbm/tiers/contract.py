@@ -31,6 +31,9 @@ RUN_BYTES_MAX = 1 << 20
 """The bytes of a run: so many blocks, or one that is larger. More would gain nothing, and the first block of a run has
 arrived only when the last one has."""
 
+CLOSE_LIMIT_S = 5.0
+"""A tier is closed within so many seconds, unless the caller says otherwise."""
+
 
 class BlockHead(NamedTuple):
     """What a tier keeps of a block beside its bytes: see `RunTier.submit_store`."""
@@ -62,7 +65,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
     `outcome` is that of the first block that is no HIT, `bytes_moved` counts the blocks with HIT, and `error` says in
     one line why some are RETRY. `still_in_use`: the medium may still write to the targets of a load, which must not be
-    used again before `heal` returned True; then none is a HIT.
+    used again before `heal` returned HIT; then none is a HIT.
     """
 
     job_id: int
@@ -143,8 +146,9 @@ class RunTier(Protocol):
         """Start reading a run into the targets. PENDING, THROTTLED, MISS or RETRY (tier is off)."""
 
     def forget(self, slot: SlotIndex, count: int = 1) -> None:
-        """The manager evicted these slots: after a restart they must not be found. No load or store of them is
-        pending."""
+        """The manager evicted these slots. No load or store of them is pending, and no load of them follows.
+
+        Once `drain` or `close` has returned they are not found any more; after a crash before that they may be."""
 
     def poll(self) -> list[Completion]:
         """The completions since the last call; never blocks."""
@@ -164,11 +168,18 @@ class RunTier(Protocol):
     def fault(self) -> str:
         """Empty while the tier works; otherwise one line saying why it is off."""
 
-    def heal(self) -> bool:
-        """Try to come back after a fault, bounded in time; True when the tier works again (empty or recovered)."""
+    @property
+    def busy_s(self) -> float:
+        """How long the oldest operation that the medium is executing has taken so far, in seconds; 0 without one."""
+
+    def heal(self) -> Outcome:
+        """Try to come back after a fault. HIT when the tier works: if it was off, the owner has forgotten all that it
+        knew of the slots and takes `recovered` anew. PENDING while an attempt is under way (call it again when `fileno`
+        is readable, or later), RETRY when it failed."""
 
     def drain(self, deadline_s: float) -> bool:
         """Wait for pending work up to `deadline_s` seconds from now; True when nothing is pending."""
 
-    def close(self, keep: bool) -> None:
-        """Finish pending work, release the medium; with `keep` false, remove the stored blocks."""
+    def close(self, keep: bool, deadline_s: float = CLOSE_LIMIT_S) -> None:
+        """Finish pending work, release the medium; with `keep` false, remove the stored blocks. Returns after about
+        `deadline_s` seconds in any case, and leaves the rest undone."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvbm.manager import pool
-from kvbm.manager.disk_side import HEAL_INTERVAL_S
+from kvbm.manager.disk_health import HEAL_S_MAX
 from kvbm.manager.gauges import publish_gauges
 from kvbm.manager.letting_go import DEMOTED
 from kvbm.observe.metric_table import BY_NAME
@@ -80,7 +80,7 @@ def test_what_a_tier_comes_back_without(make: Callable[..., Bench]) -> None:
     for slot in list(bench.medium.entries)[:3]:
         del bench.medium.entries[slot]
     bench.tier.mend()
-    bench.clock.advance(HEAL_INTERVAL_S)
+    bench.clock.advance(HEAL_S_MAX)
     bench.space.pump()
     assert bench.tier.fault == ""
     host = {("host", "reset"): before["host", "reset"] + 4}

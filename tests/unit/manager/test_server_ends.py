@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from kvbm.client.channel import Channel
-from kvbm.manager.disk_side import HEAL_INTERVAL_S
+from kvbm.manager.disk_health import HEAL_S_MAX
 from kvbm.manager.leases import Lease
 from kvbm.manager.session import Session
 from kvbm.manager.storing import RESERVATION_S
@@ -183,7 +183,7 @@ def test_a_leader_hears_of_a_tier_that_goes_off_and_comes_back(
     late = manager.worker("late")
     assert late.welcome.tiers == {"host": 16}
     below.mend()
-    manager.tick(HEAL_INTERVAL_S)
+    manager.tick(HEAL_S_MAX)
     manager.tick()
     assert leader.expect(Ready).tiers == {"host": 16, "disk": 40}
     assert worker.take() == []

@@ -8,7 +8,7 @@ import pytest
 
 from kvbm.block import Outcome, SlotIndex
 from kvbm.hashing import chain_keys
-from kvbm.manager.disk_side import HEAL_INTERVAL_S
+from kvbm.manager.disk_health import HEAL_S_MAX
 from kvbm.manager.space import Space
 from kvbm.policy import AdmitAll
 from kvbm.protocol import HELD, REFUSED
@@ -91,7 +91,7 @@ def test_a_tier_that_breaks_is_left_alone_and_comes_back(bench: Bench) -> None:
     assert bench.space.lookup(ME, 3, OTHER[:2], 0) is not None, "host memory serves on"
     assert bench.metrics.value("kvbm_skipped_offloads_total", reason="tier_off") >= 2
     bench.tier.mend()
-    bench.clock.advance(HEAL_INTERVAL_S)
+    bench.clock.advance(HEAL_S_MAX)
     bench.space.pump()
     assert bench.tier.fault == ""
     again = bench.space.lookup(ME, 4, KEYS[:3], 0)
@@ -100,14 +100,49 @@ def test_a_tier_that_breaks_is_left_alone_and_comes_back(bench: Bench) -> None:
     assert again.ready == 3
 
 
-def test_healing_is_tried_now_and_then(bench: Bench) -> None:
+def tried_within(bench: Bench, seconds: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When so many seconds' turns, one each second, begin an attempt to open the disk, in seconds from now."""
     tries: list[float] = []
-    bench.tier.heal = lambda: bool(tries.append(bench.clock()))  # type: ignore[method-assign]
+    genuine, start_s = bench.tier.heal, bench.clock()
+
+    def heal() -> Outcome:
+        tries.append(bench.clock() - start_s)
+        return genuine()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.tier, "heal", heal)
+        for _ in range(seconds):
+            bench.space.pump()
+            bench.clock.advance(1.0)
+    return tries
+
+
+def test_a_disk_that_stays_off_is_opened_after_waits_that_grow(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     bench.tier.break_down()
-    for _ in range(10):
-        bench.space.pump()
-        bench.clock.advance(HEAL_INTERVAL_S / 5)
-    assert len(tries) == 2
+    assert tried_within(bench, 1000, monkeypatch) == [0, 10, 30, 70, 150, 310, 610, 910]
+    assert [record.getMessage() for record in caplog.records][:3] == [
+        f"disk tier: the next attempt to open it is in {seconds} s" for seconds in (10, 20, 40)
+    ]
+    assert len(caplog.records) == 8
+
+
+def test_a_disk_that_opens_and_fails_again_is_not_opened_for_ever(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[float] = []
+    for second in range(700):
+        bench.tier.break_down()
+        bench.tier.mend()
+        tries += [second + each for each in tried_within(bench, 1, monkeypatch)]
+    assert tries == [0, 10, 30, 70, 150, 310, 610]
+    bench.clock.advance(HEAL_S_MAX)
+    bench.space.pump()
+    assert bench.tier.fault == ""
+    bench.clock.advance(HEAL_S_MAX)
+    bench.tier.break_down()
+    assert tried_within(bench, 12, monkeypatch) == [0, 10], "it has worked meanwhile"
 
 
 def test_a_slot_of_the_tier_is_forgotten_when_its_block_goes(make: Callable[..., Bench]) -> None:

@@ -55,7 +55,7 @@ class DiskRules:
 class SimulatedDisk:
     """A disk below host memory: the manager's queue of blocks to be written, over a link in simulated time."""
 
-    fault = ""
+    fault = trouble = ""
     run_blocks_max = 1
     room = 1
     """It takes whatever the queue sends, block by block: how long that takes is the link's part."""

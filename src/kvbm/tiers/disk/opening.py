@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from kvbm.clock import Clock
 from kvbm.errors import TierError
 from kvbm.layout import PAGE_BYTES
 from kvbm.tiers.disk.block_io import BlockIo
@@ -49,23 +48,17 @@ def open_medium(
     options: DiskOptions,
     syscalls: Syscalls,
     io: BlockIo,
-    clock: Clock,
-    within_s: float | None = None,
+    go_on: Callable[[], None],
     before: Path | None = None,
 ) -> DiskMedium:
     """Claim a directory, keep the blocks in it that may be kept, and make it as large as it should be.
 
-    Raises SettingsError for a directory or a capacity that cannot be used, TierError when the medium fails, is too
-    full, or is not ready after `within_s` seconds. A directory that was made here and cannot be used is removed, one
-    that was found is not. The directory `before`, which this tier had, is preferred.
+    Raises SettingsError for a directory or a capacity that cannot be used, TierError when the medium fails or is too
+    full, and whatever `go_on` raises, which is called between the steps of a slow preallocation. A directory that was
+    made here and cannot be used is removed, one that was found is not. The directory `before`, which this tier had, is
+    preferred.
     """
     geometry = plan(options)
-    deadline = None if within_s is None else clock() + within_s
-
-    def within_time() -> None:
-        if deadline is not None and clock() > deadline:
-            raise TierError(f"disk tier: {options.root} was not ready within {within_s:g} s")
-
     meta = describe(options.namespace, options.layout, geometry, options.persist)
     directory = claim_directory(options.root, meta, syscalls, before, options.setting.root)
     found = directory.found
@@ -75,7 +68,7 @@ def open_medium(
     tier_bytes = geometry.total_bytes(meta_bytes_bound(options.namespace, options.layout))
     bound_unowned(options.root, directory.path, tier_bytes, options.unowned_bytes, options.setting)
     try:
-        return _open_files(directory, options, meta, kept, syscalls, io, within_time)
+        return _open_files(directory, options, meta, kept, syscalls, io, go_on)
     except BaseException as error:
         directory.release(remove=directory.created)
         if isinstance(error, OSError):
@@ -91,7 +84,7 @@ def _open_files(
     kept: bool,
     syscalls: Syscalls,
     io: BlockIo,
-    within_time: Callable[[], None],
+    go_on: Callable[[], None],
 ) -> DiskMedium:
     geometry = meta.geometry
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
@@ -113,7 +106,7 @@ def _open_files(
                 raise
             syscalls.ftruncate(journal_fd, geometry.journal_bytes)
         require_room = _require_nothing if sparse else room.require
-        slabs.open(directory.dir_fd, options.zerofill_fallback, within_time, require_room)
+        slabs.open(directory.dir_fd, options.zerofill_fallback, go_on, require_room)
         if directory.found != meta:
             directory.write_meta(meta)
         touch(journal_fd, syscalls)

@@ -50,19 +50,19 @@ class SlabFiles:
         self,
         dir_fd: int,
         zerofill: bool,
-        within_time: Callable[[], None],
+        go_on: Callable[[], None],
         require_room: Callable[[int], None] = lambda size_bytes: None,
     ) -> None:
         """Open and preallocate every slab.
 
-        Raises OSError, DirectRefused, and whatever `within_time` and `require_room` raise: the first is called between
+        Raises OSError, DirectRefused, and whatever `go_on` and `require_room` raise: the first is called between
         the steps of a slow preallocation, the second before each, with the bytes that it takes.
         """
         for slab in range(self._geometry.slab_count):
             fd = self._open_one(slab_name(slab), dir_fd)
             self._fds.append(fd)
-            within_time()
-            self._allocate(fd, slab, zerofill, within_time, require_room)
+            go_on()
+            self._allocate(fd, slab, zerofill, go_on, require_room)
         if self.direct:
             self._probe_direct()
         files = [(fd, self._geometry.slab_bytes(slab)) for slab, fd in enumerate(self._fds)]
@@ -131,7 +131,7 @@ class SlabFiles:
         fd: int,
         slab: int,
         zerofill: bool,
-        within_time: Callable[[], None],
+        go_on: Callable[[], None],
         require_room: Callable[[int], None],
     ) -> None:
         size = self._geometry.slab_bytes(slab)
@@ -163,7 +163,7 @@ class SlabFiles:
             require_room(length)
             write_fully(self._syscalls, fd, [chunk[:length]], position)
             position += length
-            within_time()
+            go_on()
 
     def _probe_direct(self) -> None:
         """Some filesystems accept the flag and refuse the transfer."""

@@ -16,6 +16,8 @@ from typing import TypeVar
 import msgspec
 
 from kvbm.block import BlockKey, SlotIndex
+from kvbm.clock import Clock, monotonic
+from kvbm.errors import TierError
 from kvbm.tiers.contract import BlockHead, Completion
 from kvbm.tiers.disk.block_io import Buffer
 
@@ -71,6 +73,8 @@ LOADS_IN_A_ROW_MAX = 8
 class IoThreads:
     """Runs jobs in `thread_count` daemon threads. At most `limit` jobs are accepted and not collected yet.
 
+    Raises TierError where the process can have no more threads; none of them is left then.
+
     `submit`, `collect`, `wait_idle` and `stop` belong to one owner thread. `execute` runs in the I/O threads and must
     not raise; it gets jobs of one kind whose slots follow one another, together at most `run_blocks_max` blocks or one
     job, and returns a completion for each. `abandon` makes the completion of a job that `stop` has abandoned.
@@ -83,12 +87,14 @@ class IoThreads:
         thread_count: int,
         limit: int,
         run_blocks_max: int = 1,
+        clock: Clock = monotonic,
     ) -> None:
         assert thread_count > 0 and limit > 0 and run_blocks_max > 0
         self._execute = execute
         self._abandon = abandon
         self._limit = limit
         self._run_blocks_max = run_blocks_max
+        self._clock = clock
         self._uncollected = 0
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
@@ -96,7 +102,8 @@ class IoThreads:
         # Guarded by the lock:
         self._loads: deque[LoadJob] = deque()
         self._stores: deque[StoreJob] = deque()
-        self._running: dict[int, Sequence[Job]] = {}
+        # Each with the time at which it began, the oldest first.
+        self._running: dict[int, tuple[Sequence[Job], float]] = {}
         self._sleepers = 0
         self._loads_in_a_row = 0
         self._stopping = False
@@ -107,13 +114,30 @@ class IoThreads:
             threading.Thread(target=self._serve, name=f"kvbm-disk-{index}", daemon=True)
             for index in range(thread_count)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError as error:
+            self.stop(0.0)
+            raise TierError(f"disk tier: a thread cannot be started: {error}") from error
 
     @property
     def uncollected_count(self) -> int:
         """Jobs accepted whose completion was not collected."""
         return self._uncollected
+
+    @property
+    def busy_s(self) -> float:
+        """How long the oldest job that a thread has taken has been running, in seconds; 0 without one."""
+        with self._lock:
+            _, begun_s = next(iter(self._running.values()), ((), None))
+            return 0.0 if begun_s is None else self._clock() - begun_s
+
+    def wake(self) -> None:
+        """Any thread: make the descriptor readable, though there may be no completion."""
+        with self._lock:
+            if self._eventfd >= 0:
+                os.eventfd_write(self._eventfd, 1)
 
     def submit(self, job: Job) -> None:
         """Queue a job. The caller has made sure that there is room (`uncollected_count` < `limit`)."""
@@ -162,7 +186,8 @@ class IoThreads:
             self._work.notify_all()
         idle = self.wait_idle(deadline_s)
         with self._lock:
-            left: list[Job] = [*self._loads, *self._stores, *chain.from_iterable(self._running.values())]
+            running = chain.from_iterable(jobs for jobs, _ in self._running.values())
+            left: list[Job] = [*self._loads, *self._stores, *running]
             self._loads.clear()
             self._stores.clear()
             self._running.clear()
@@ -170,7 +195,8 @@ class IoThreads:
             eventfd, self._eventfd = self._eventfd, -1
         if idle:
             for thread in self._threads:
-                thread.join(max(0.0, end_s - time.monotonic()))
+                if thread.ident is not None:  # it was started
+                    thread.join(max(0.0, end_s - time.monotonic()))
         os.close(eventfd)
         return idle
 
@@ -203,7 +229,7 @@ class IoThreads:
             else:
                 self._loads_in_a_row = 0
                 jobs = self._take_run(self._stores)
-            self._running[id(jobs)] = jobs
+            self._running[id(jobs)] = jobs, self._clock()
             if self._sleepers and (self._loads or self._stores):
                 self._work.notify()
             return jobs

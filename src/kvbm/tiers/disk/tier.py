@@ -1,24 +1,24 @@
 """G3, the persistent disk tier: `DiskTier` is the asynchronous face of a `DiskMedium`.
 
-The owner thread submits and polls; I/O threads move the bytes and verify them. A medium that fails turns the tier
-off with one line of `fault`, all pending jobs complete with RETRY, and `heal` opens everything anew. A block that
-fails verification is only a miss.
+The owner thread submits and polls, and never touches the medium. I/O threads move the bytes and verify them; the
+control thread does the rest: it voids records, looks whether the files are still there, opens and closes. A medium that
+fails turns the tier off with one line of `fault`, all pending jobs complete with RETRY, and `heal` opens everything
+anew. A block that fails verification is only a miss.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
-import threading
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Outcome, SlotIndex
 from kvbm.clock import Clock, monotonic
-from kvbm.errors import SettingsError, TierError
+from kvbm.errors import KvbmError
 from kvbm.layout import PAGE_BYTES, BlockLayout, Namespace
 from kvbm.strict import record_swallowed
-from kvbm.tiers.contract import RUN_BYTES_MAX, BlockHead, Completion, RecoveredBlock
+from kvbm.tiers.contract import CLOSE_LIMIT_S, RUN_BYTES_MAX, BlockHead, Completion, RecoveredBlock
 from kvbm.tiers.disk.block_io import (
     BlockIo,
     Buffer,
@@ -28,8 +28,9 @@ from kvbm.tiers.disk.block_io import (
 )
 from kvbm.tiers.disk.completions import abandoned, completions_of, memory_of
 from kvbm.tiers.disk.geometry import AS_PARAMETERS, DiskSetting
+from kvbm.tiers.disk.maintenance import Fault, Maintenance
 from kvbm.tiers.disk.medium import DiskMedium, DiskOptions
-from kvbm.tiers.disk.opening import open_medium, plan
+from kvbm.tiers.disk.opening import plan
 from kvbm.tiers.disk.room import NoRoom
 from kvbm.tiers.disk.syscalls import VECTOR_BUFFERS_MAX, Syscalls
 from kvbm.tiers.disk.threads import IO_THREADS, IoThreads, Job, LoadJob, StoreJob
@@ -39,11 +40,6 @@ log = logging.getLogger("kvbm.tiers.disk.tier")
 PENDING_LIMIT = 64
 WATCH_PERIOD_S = 5.0
 """How often the tier looks whether its files are still there."""
-
-HEAL_LIMIT_S = 1.0
-"""`heal` runs in the owner's thread: longer work (zero-filling) goes on with the next attempt."""
-
-CLOSE_LIMIT_S = 30.0
 
 
 def open_disk_tier(
@@ -100,18 +96,23 @@ def open_disk_tier(
         keeps_facts=keeps_facts,
     )
     try:
-        return DiskTier(options, io_threads, pending_limit, clock, syscalls, io)
+        tier = DiskTier(options, io_threads, pending_limit, clock, syscalls, io)
     except BaseException:
         io.close()
         raise
+    try:
+        tier.wait_opened()
+    except BaseException:
+        tier.close(keep=True)
+        raise
+    return tier
 
 
 class DiskTier:
     """A `RunTier` on local disk. All methods belong to one owner thread.
 
-    Beyond the contract: after a fault the owner must forget all it knew of the slots, and after a `heal` that
-    returned True take `recovered()` anew. A submission counts against `pending_limit` until its completion is polled;
-    stores may use three quarters of it, so that loads always find room.
+    A submission counts against `pending_limit` until its completion is polled; stores may use three quarters of it, so
+    that loads always find room.
     """
 
     name = "disk"
@@ -125,10 +126,9 @@ class DiskTier:
         syscalls: Syscalls,
         io: BlockIo,
     ) -> None:
-        """Use `open_disk_tier`. Raises as it does."""
+        """Use `open_disk_tier`. It is off until `heal` has opened it. Raises SettingsError and TierError."""
         self._options = options
         self._clock = clock
-        self._syscalls = syscalls
         self._io = io
         self.slot_count = plan(options).slot_count
         self.pending_limit = pending_limit
@@ -139,31 +139,53 @@ class DiskTier:
         assert self._slot_bytes % PAGE_BYTES == 0
         in_bytes, in_buffers = RUN_BYTES_MAX // self._block_bytes, VECTOR_BUFFERS_MAX // self._shard_count
         self.run_blocks_max = max(1, min(in_bytes, in_buffers))
-        self._fault_lock = threading.Lock()
-        self._fault = ""
+        self._fault = Fault()
+        self._fault.text = f"disk tier: {options.root} is being opened"
+        self._opening_error: KvbmError | None = None
         self._sequence = 0
-        self._closed = False
-        self._voids_owed: set[SlotIndex] = set()
-        self._medium: DiskMedium | None = None
+        self._was_open = self._closed = False
         self._recovered: list[RecoveredBlock] = []
-        self._attach(open_medium(options, syscalls, io, clock))
+        self._watched_s = clock()
+        self._no_room_logged = False
         self._threads = IoThreads(
-            self._execute, self._abandon, io_threads, pending_limit, self.run_blocks_max
+            self._execute, self._abandon, io_threads, pending_limit, self.run_blocks_max, clock
         )
+        try:
+            self._upkeep = Maintenance(
+                options, self.slot_count, self._fault, self._threads.wake, clock, syscalls, io
+            )
+        except BaseException:
+            self._threads.stop(0.0)
+            raise
+
+    def wait_opened(self) -> None:
+        """Open it for the first time, however long that takes. Raises SettingsError and TierError."""
+        while (outcome := self.heal()) is Outcome.PENDING:
+            self._upkeep.wait_idle(60.0)
+        if outcome is not Outcome.HIT:
+            assert self._opening_error is not None
+            raise self._opening_error
+        self._threads.collect()  # none has completed: its descriptor is readable no more
 
     @property
     def path(self) -> Path | None:
         """The directory in use; None while the tier is off because it could not be opened again."""
-        return self._medium.path if self._medium else None
+        medium = self._upkeep.medium
+        return medium.path if medium is not None else None
 
     @property
     def direct(self) -> bool:
         """True while transfers bypass the page cache."""
-        return self._medium is not None and self._medium.direct
+        medium = self._upkeep.medium
+        return medium is not None and medium.direct
 
     @property
     def fault(self) -> str:
-        return self._fault
+        return self._fault.text
+
+    @property
+    def busy_s(self) -> float:
+        return max(self._threads.busy_s, self._upkeep.busy_s)
 
     def recovered(self) -> Iterable[RecoveredBlock]:
         found, self._recovered = self._recovered, []
@@ -172,7 +194,8 @@ class DiskTier:
     def facts(self, slot: SlotIndex, keys: Sequence[BlockKey]) -> list[bytes]:
         """What was said of the blocks with these keys in the slots from `slot` on; empty where nothing is known. It
         reads a few hundred bytes of each at once: ask for a few."""
-        return self._medium.facts(slot, keys) if self._medium is not None else [b""] * len(keys)
+        medium = self._upkeep.medium
+        return medium.facts(slot, keys) if medium is not None else [b""] * len(keys)
 
     @property
     def load_room(self) -> int:
@@ -190,7 +213,7 @@ class DiskTier:
             assert len(block.engine_hash) in (0, KEY_BYTES) and 0 <= block.group <= GROUP_MAX
         self._check(slot, len(blocks), sources)
         self._watch()
-        if self._fault or self._closed:
+        if self._fault.text or self._closed:
             return Outcome.RETRY
         if self._threads.uncollected_count >= self._store_limit:
             return Outcome.THROTTLED
@@ -205,7 +228,7 @@ class DiskTier:
         assert set(map(len, keys)) == {KEY_BYTES}
         self._check(slot, len(keys), targets)
         self._watch()
-        if self._fault or self._closed:
+        if self._fault.text or self._closed:
             return Outcome.RETRY
         if self._threads.uncollected_count >= self.pending_limit:
             return Outcome.THROTTLED
@@ -214,16 +237,8 @@ class DiskTier:
 
     def forget(self, slot: SlotIndex, count: int = 1) -> None:
         assert count > 0 and 0 <= slot <= self.slot_count - count
-        if self._closed:
-            return
-        if self._fault or self._medium is None:
-            self._voids_owed.update(map(SlotIndex, range(slot, slot + count)))
-            return
-        try:
-            self._medium.void(slot, count)
-        except OSError as error:
-            self._voids_owed.update(map(SlotIndex, range(slot, slot + count)))
-            self._turn_off(f"voiding slot {slot} in the journal", error)
+        if not self._closed:
+            self._upkeep.forget(slot, count)
 
     def poll(self) -> list[Completion]:
         self._watch()
@@ -233,77 +248,67 @@ class DiskTier:
         """As the contract says; not after `close`."""
         return self._threads.fileno()
 
-    def heal(self) -> bool:
-        """Open the directory anew and recover it, within about a second. The owner decides how often to try."""
+    def heal(self) -> Outcome:
+        """As the contract says: opens the directory anew and recovers it."""
         if self._closed:
-            return False
-        if not self._fault:
-            return True
-        if not (self._threads.wait_idle(0.0) and self._io.idle()):
-            return (
-                False  # the kernel or the device still holds a transfer of ours; its files cannot be closed
-            )
-        if self._medium is not None:
-            self._medium.close(remove=not self._options.persist)
-            self._medium = None
-        self._recovered = []
-        try:
-            medium = open_medium(
-                self._options, self._syscalls, self._io, self._clock, HEAL_LIMIT_S, self._home
-            )
-            self._attach(medium)
-        except (SettingsError, TierError) as error:
-            self._fault = str(error)
-            return False
-        log.warning("disk tier is back in %s with %d block(s)", medium.path, len(self._recovered))
-        self._fault = ""
-        return True
+            return Outcome.RETRY
+        if not self._fault.text:
+            return Outcome.HIT
+        if not self._upkeep.is_opening:
+            if not (self._threads.wait_idle(0.0) and self._io.idle()):
+                # The kernel or the device still holds a transfer of ours; its files cannot be closed.
+                return Outcome.RETRY
+            self._upkeep.open()
+        opening = self._upkeep.opened()
+        if opening is None:
+            return Outcome.PENDING
+        self._opening_error = opening.error
+        if opening.error is not None:
+            self._fault.text = str(opening.error)
+            return Outcome.RETRY
+        self._take_into_use(opening.recovered)
+        return Outcome.HIT
 
     def drain(self, deadline_s: float) -> bool:
-        return self._threads.wait_idle(deadline_s)
+        end_s = time.monotonic() + deadline_s
+        return self._threads.wait_idle(deadline_s) and self._upkeep.wait_idle(end_s - time.monotonic())
 
-    def close(self, keep: bool) -> None:
+    def close(self, keep: bool, deadline_s: float = CLOSE_LIMIT_S) -> None:
         """As the contract says. The completions of pending jobs can still be polled afterwards.
 
-        A transfer that the kernel or the device does not end within half a minute completes with RETRY, and its buffers
-        may still be touched: keep their memory mapped until the process ends.
+        A transfer that the kernel or the device does not end in time completes with RETRY, and its buffers may still be
+        touched: keep their memory mapped until the process ends.
         """
         if self._closed:
             return
         self._closed = True
-        finished = self._threads.stop(CLOSE_LIMIT_S) and self._io.idle()
-        if self._medium is not None and finished:
-            self._medium.close(remove=not (keep and self._options.persist))
-        self._medium = None
+        end_s = time.monotonic() + deadline_s
+        if self._threads.stop(deadline_s) and self._io.idle():
+            self._upkeep.close(not (keep and self._options.persist), end_s - time.monotonic())
+        else:
+            self._upkeep.leave_open()
         self._io.close()
 
-    def _attach(self, medium: DiskMedium) -> None:
-        """Take a newly opened medium into use. Raises TierError, the medium closed again."""
-        try:
-            for slot in self._voids_owed:
-                medium.void(slot)
-            self._voids_owed.clear()
-            self._recovered = medium.recover()
-        except OSError as error:
-            medium.close(remove=not self._options.persist)
-            raise TierError(
-                f"disk tier: cannot read the journal in {medium.path}: {_reason(error)}"
-            ) from error
-        self._sequence = max([self._sequence, *(block.sequence for block in self._recovered)])
-        self._medium = medium
-        self._home = medium.path
+    def _take_into_use(self, recovered: list[RecoveredBlock]) -> None:
+        if self._was_open:
+            log.warning("disk tier is back in %s with %d block(s)", self.path, len(recovered))
+        self._was_open, self._recovered = True, recovered
+        self._sequence = max([self._sequence, *(block.sequence for block in recovered)])
         self._watched_s = self._clock()
         self._no_room_logged = False
+        self._fault.text = ""
 
     def _execute(self, jobs: Sequence[Job]) -> list[Completion]:
         """In an I/O thread: run jobs whose slots follow one another. Raises nothing."""
-        medium, job = self._medium, jobs[0]
-        if self._fault or medium is None:
+        medium, job = self._upkeep.medium, jobs[0]
+        if self._fault.text or medium is None:
             return list(map(self._abandon, jobs))
         start_s = self._clock()
+        due = list[int]()
         try:
             memory = memory_of(jobs)
             if isinstance(job, StoreJob):
+                due = self._upkeep.overtake(job.slot, len(memory.blocks))
                 heads = [head for each in jobs if isinstance(each, StoreJob) for head in each.blocks]
                 blocks, error = medium.store(job.slot, heads, job.sequence, memory)
             else:
@@ -312,16 +317,21 @@ class DiskTier:
         except Exception as failure:
             if not isinstance(failure, OSError):  # that is a fault of the disk
                 record_swallowed(failure)
-            self._turn_off(self._named(job, job.slot, medium), failure)
+            self._fault.turn_off(self._named(job, job.slot, medium), failure)
             in_use = isinstance(failure, BufferStillInUse)
+            for slot in due:
+                self._upkeep.forget(slot)
             return [self._abandon(each, in_use) for each in jobs]
         text = ""
+        for slot in due:
+            if blocks[slot - job.slot].outcome is not Outcome.HIT:
+                self._upkeep.forget(slot)
         if isinstance(error, NoRoom):
             text = self._log_no_room(medium, error)
         elif error is not None:
             place = next(i for i, end in enumerate(blocks) if end.outcome is Outcome.RETRY)
-            self._turn_off(self._named(job, job.slot + place, medium), error)
-            text = self._fault
+            self._fault.turn_off(self._named(job, job.slot + place, medium), error)
+            text = self._fault.text
         seconds = self._clock() - start_s
         for place, end in enumerate(blocks):
             if end.corrupt:
@@ -342,40 +352,18 @@ class DiskTier:
         return text
 
     def _abandon(self, job: Job, still_in_use: bool = False) -> Completion:
-        return abandoned(job, self._fault or "disk tier: closed before the transfer ended", still_in_use)
-
-    def _turn_off(self, operation: str, error: Exception) -> None:
-        """Any thread: the first failure names the fault, later ones are its consequences."""
-        unexpected = None if isinstance(error, OSError) else error
-        self._declare(f"{operation} failed: {_reason(error)}", unexpected)
-
-    def _declare(self, what: str, unexpected: Exception | None = None) -> None:
-        with self._fault_lock:
-            if self._fault:
-                return
-            self._fault = f"disk tier is off: {what}"
-        log.error("%s", self._fault, exc_info=unexpected)
+        return abandoned(job, self._fault.text or "disk tier: closed before the transfer ended", still_in_use)
 
     def _watch(self) -> None:
-        """Files that were removed still take writes: look whether anybody could ever find them again."""
-        if self._medium is None or self._fault or self._closed:
-            return
+        """Files that were removed still take writes: have somebody look, now and then, whether they are there."""
         now_s = self._clock()
-        if now_s - self._watched_s < WATCH_PERIOD_S:
+        if self._fault.text or self._closed or now_s - self._watched_s < WATCH_PERIOD_S:
             return
         self._watched_s = now_s
-        what = self._medium.vanished()
-        if what:
-            self._declare(what)
+        self._upkeep.look()
 
     def _check(self, slot: SlotIndex, count: int, buffers: Sequence[Buffer]) -> None:
         assert 0 < count <= self.run_blocks_max and 0 <= slot <= self.slot_count - count
         assert len(buffers) == self._shard_count, "one buffer per shard"
         for buffer in buffers:
             assert buffer.nbytes == count * self._slot_bytes, "whole slots, padding included"
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno is not None:
-        return f"{error.strerror} ({errno.errorcode.get(error.errno, error.errno)})"
-    return f"{type(error).__name__}: {error}"

@@ -10,7 +10,7 @@ import pytest
 from kvbm.block import Outcome, SlotIndex
 from kvbm.errors import TierError
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.testing.stored_runs import LAYOUT, NAMESPACE, OTHER_NAMESPACE, by_slot, load, make_key, store
+from kvbm.testing.stored_runs import LAYOUT, NAMESPACE, OTHER_NAMESPACE, by_slot, heal, load, make_key, store
 from kvbm.tiers.disk import geometry
 from kvbm.tiers.disk.syscalls import Syscalls
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
@@ -185,7 +185,7 @@ def test_without_persistence_a_tier_that_heals_starts_empty_and_leaves_nothing(t
     path = tier.path
     syscalls.arm(FaultRule(operation="pwritev", fault=Fault.EIO, times=1))
     assert store(tier, LAYOUT, make_key(0), 0).outcome is Outcome.RETRY
-    assert tier.heal()
+    assert heal(tier)
     assert tier.path == path, "the old one has made room first"
     assert found_slots(tier) == []
     assert len(os.listdir(tmp_path)) == 2
@@ -196,9 +196,9 @@ def test_without_persistence_a_tier_that_heals_starts_empty_and_leaves_nothing(t
 def test_what_one_without_persistence_left_in_a_crash_goes_with_the_next_claim(tmp_path: Path) -> None:
     crashed = open_tier(tmp_path, 4, persist=False)
     fill(crashed)
-    assert crashed._medium is not None
-    crashed._medium.close(remove=False)  # as the kernel does it
-    crashed._medium = None
+    medium, crashed._upkeep.medium = crashed._upkeep.medium, None
+    assert medium is not None
+    medium.close(remove=False)  # as the kernel does it
     tier = open_tier(tmp_path, 4)
     assert found_slots(tier) == []
     assert crashed.path != tier.path

@@ -20,12 +20,12 @@ from kvbm.testing.stored_runs import (
     RunMemory,
     by_slot,
     collect,
+    heal,
     load,
     make_key,
     store,
 )
 from kvbm.tiers.contract import BlockHead
-from kvbm.tiers.disk import tier as disk
 from kvbm.tiers.disk.block_io import RunBuffers
 from kvbm.tiers.disk.syscalls import Syscalls
 from kvbm.tiers.disk.tier import WATCH_PERIOD_S, DiskTier, open_disk_tier
@@ -62,6 +62,12 @@ class Bench:
         assert self.tier.path is not None
         return self.tier.path
 
+    def look(self) -> None:
+        """It is time to look whether the files are there."""
+        self.clock.advance(WATCH_PERIOD_S)
+        assert self.tier.poll() == []
+        assert self.tier._upkeep.wait_idle(DEADLINE_S)
+
     def expect_off(self, *words: str) -> None:
         """Off, with one line that has these words, and taking nothing."""
         assert self.tier.fault.startswith("disk tier is off: ")
@@ -74,13 +80,13 @@ class Bench:
             self.tier.submit_store(2, [BlockHead(make_key(0), None)], SlotIndex(0), buffers.views)
             is Outcome.RETRY
         )
-        assert self.tier.drain(0.0)
+        assert self.tier.drain(DEADLINE_S)
         assert self.tier.poll() == []
 
     def expect_back(self, slots: list[int]) -> None:
         """Works after a heal, holding exactly these slots' blocks."""
         self.faults.disarm()
-        assert self.tier.heal()
+        assert heal(self.tier)
         assert self.tier.fault == ""
         assert sorted(by_slot(self.tier.recovered())) == slots
         for slot in slots:
@@ -161,8 +167,7 @@ def test_what_was_pending_completes_with_retry(tmp_path: Path) -> None:
     bench.tier.close(keep=False)
 
 
-def test_a_heal_does_not_wait_for_a_hung_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "CLOSE_LIMIT_S", 0.0)
+def test_a_heal_does_not_wait_for_a_hung_transfer(tmp_path: Path) -> None:
     held, entered = threading.Event(), threading.Event()
 
     class Hung(Syscalls):
@@ -179,11 +184,10 @@ def test_a_heal_does_not_wait_for_a_hung_transfer(tmp_path: Path, monkeypatch: p
     assert bench.tier.submit_load(5, [make_key(0)], SlotIndex(0), buffers.views) is Outcome.PENDING
     assert entered.wait(DEADLINE_S)
     shutil.rmtree(bench.path())
-    bench.clock.advance(WATCH_PERIOD_S)
-    assert bench.tier.poll() == []
+    bench.look()
     assert bench.tier.fault
-    assert not bench.tier.heal()
-    bench.tier.close(keep=True)
+    assert not heal(bench.tier)
+    bench.tier.close(keep=True, deadline_s=0.0)
     assert [(done.job_id, done.outcome) for done in bench.tier.poll()] == [(5, Outcome.RETRY)]
     released.set()
 
@@ -246,9 +250,10 @@ def test_a_block_overwritten_while_it_is_read_is_a_miss_and_no_corruption(tmp_pa
             tier, moved = self.overtake, super().preadv(fd, buffers, offset)
             if tier is not None and "slab" in os.readlink(f"/proc/self/fd/{fd}"):
                 self.overtake = None
-                assert tier._medium is not None
+                medium = tier._upkeep.medium
+                assert medium is not None
                 memory = RunBuffers.of_shards(RunMemory.of([make_key(2)], LAYOUT).views, 1)
-                tier._medium.store(SlotIndex(0), [BlockHead(make_key(2), None)], 99, memory)
+                medium.store(SlotIndex(0), [BlockHead(make_key(2), None)], 99, memory)
                 moved = super().preadv(fd, buffers, offset)
             return moved
 
@@ -289,10 +294,9 @@ def test_files_removed_under_a_running_tier_are_noticed(bench: Bench, what: str)
         os.truncate(path / "slab-000", 4096)
     else:
         (path / {"slab": "slab-000"}.get(what, what)).unlink()
-    bench.clock.advance(WATCH_PERIOD_S)
-    bench.tier.poll()
+    bench.look()
     bench.expect_off(str(path))
-    assert bench.tier.heal()
+    assert heal(bench.tier)
     assert bench.tier.fault == ""
     survivors = sorted(by_slot(bench.tier.recovered()))
     assert survivors == ([0] if what in ("slab", "truncated", "lock") else [])
@@ -305,11 +309,10 @@ def test_files_removed_under_a_running_tier_are_noticed(bench: Bench, what: str)
 
 def test_a_medium_that_stays_gone_keeps_the_tier_off_with_the_reason(bench: Bench) -> None:
     shutil.rmtree(bench.path())
-    bench.clock.advance(WATCH_PERIOD_S)
-    bench.tier.poll()
+    bench.look()
     bench.strike("mkdir", Fault.EROFS)
     for _ in range(3):
-        assert not bench.tier.heal()
+        assert not heal(bench.tier)
         assert "root=" in bench.tier.fault
         assert bench.tier.path is None
         bench.tier.forget(SlotIndex(0))
@@ -324,6 +327,7 @@ def test_what_was_forgotten_while_off_stays_forgotten(bench: Bench) -> None:
         store(bench.tier, LAYOUT, make_key(slot), slot)
     bench.strike("pwritev", Fault.EIO)
     bench.tier.forget(SlotIndex(1))
+    assert bench.tier.drain(DEADLINE_S)
     bench.expect_off("voiding slot 1")
     bench.tier.forget(SlotIndex(2))
     bench.expect_back([0])

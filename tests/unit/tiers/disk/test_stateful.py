@@ -21,6 +21,7 @@ from kvbm.testing.stored_runs import (
     NAMESPACE,
     RunMemory,
     by_slot,
+    heal,
     load,
     load_run,
     make_key,
@@ -235,7 +236,7 @@ class DiskTierMachine(RuleBasedStateMachine):
             self.doubt(slot, *([number] if operation == "pwritev" else []))
         was_off = bool(self.tier.fault)
         assert was_off == (expected.outcome is Outcome.RETRY)
-        assert self.tier.heal()
+        assert heal(self.tier)
         if was_off:
             self.check_recovered()
 

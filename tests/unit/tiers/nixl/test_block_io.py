@@ -13,7 +13,7 @@ import pytest
 from kvbm.block import Outcome, SlotIndex
 from kvbm.clock import ManualClock
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.manager.disk_side import HEAL_INTERVAL_S
+from kvbm.manager.disk_health import HEAL_S_MAX
 from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.space import Space
 from kvbm.observe.metrics import Metrics
@@ -24,6 +24,7 @@ from kvbm.testing.stored_runs import (
     RunMemory,
     by_slot,
     collect,
+    heal,
     load,
     load_run,
     make_key,
@@ -129,9 +130,9 @@ def test_a_load_that_never_ends_turns_the_tier_off(tier: DiskTier, agent: ModelA
     assert "did not end in 0.1 s" in tier.fault
     assert load(tier, LAYOUT, make_key(2), 2).outcome is Outcome.RETRY
     agent.fate = "done"
-    assert not tier.heal(), "the device may still write"
+    assert not heal(tier), "the device may still write"
     agent.finish()
-    assert tier.heal()
+    assert heal(tier)
     assert sorted(by_slot(tier.recovered())) == [1, 2]
     assert load(tier, LAYOUT, make_key(1), 1).outcome is Outcome.HIT
     assert agent.transfers == []
@@ -143,7 +144,7 @@ def test_a_store_that_never_ends_leaves_nothing_to_find(tier: DiskTier, agent: M
     assert store(tier, LAYOUT, make_key(2), 1).outcome is Outcome.RETRY
     agent.fate = "done"
     agent.finish()
-    assert tier.heal()
+    assert heal(tier)
     assert list(tier.recovered()) == []
 
 
@@ -178,7 +179,7 @@ def test_an_error_is_an_error_of_the_medium(tier: DiskTier, agent: ModelAgent) -
     assert "EIO" in tier.fault
     assert "ended as ERR" in tier.fault
     agent.fate = "done"
-    assert tier.heal()
+    assert heal(tier)
     assert sorted(by_slot(tier.recovered())) == [2], "what could not be read is not tried for ever"
 
 
@@ -189,7 +190,7 @@ def test_what_could_not_begin_keeps_the_tier_off(tmp_path: Path, agent: ModelAge
     agent.fate = "refused"
     assert load(tier, LAYOUT, make_key(1), 1).outcome is Outcome.RETRY
     agent.fate = "done"
-    assert not tier.heal()
+    assert not heal(tier)
     tier.close(keep=True)
     assert agent.leaked
 
@@ -293,11 +294,11 @@ def test_a_slot_that_the_device_may_still_write_to_is_given_to_nobody(
     assert lease.slots == []
     assert space.host_pool.counts().filling == 1
     agent.fate = "done"
-    clock.advance(HEAL_INTERVAL_S + 1)
+    clock.advance(HEAL_S_MAX + 1)
     space.pump()
     assert (tier.fault != "", space.host_pool.counts().filling) == (True, 1)
     agent.finish()
-    clock.advance(HEAL_INTERVAL_S + 1)
+    clock.advance(HEAL_S_MAX + 1)
     space.pump()
     assert (tier.fault, space.host_pool.counts().filling) == ("", 0)
     assert metrics.value("kvbm_failures_total", tier="disk", kind="io") == 1
@@ -326,7 +327,7 @@ def test_a_failure_costs_no_block_of_its_neighbours(tmp_path: Path, agent: Model
     agent.may_begin.set()
     assert {c.outcome for c in collect(tier, 4, PATIENCE_S).values()} == {Outcome.RETRY}
     agent.fate = "done"
-    assert tier.heal()
+    assert heal(tier)
     assert len(by_slot(tier.recovered())) == 3
     tier.close(keep=False)
 
@@ -340,7 +341,7 @@ def test_runs_go_both_ways_and_a_failure_costs_one_block_of_a_run(tmp_path: Path
     failed = load_run(tier, LAYOUT, range(4), 1)
     assert (outcomes(failed), failed.still_in_use) == ([Outcome.RETRY] * 4, True)
     agent.fate = "done"
-    assert tier.heal()
+    assert heal(tier)
     assert sorted(by_slot(tier.recovered())) == [2, 3, 4]
     tier.close(keep=False)
 
@@ -361,6 +362,6 @@ def test_a_run_of_one_shard_is_one_transfer(
     agent.fate = "error"
     load_run(tier, layout, range(4), 1)
     agent.fate = "done"
-    assert tier.heal()
+    assert heal(tier)
     assert list(tier.recovered()) == [], "any of them may be the one that cannot be read"
     tier.close(keep=False)

@@ -1,0 +1,235 @@
+"""What a disk tier does to its medium beside moving blocks: it opens it, voids records, watches its files, closes it.
+
+All of that happens in the control thread. The owner thread queues it and looks at what came of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from kvbm.block import SlotIndex
+from kvbm.clock import Clock
+from kvbm.errors import KvbmError, TierError
+from kvbm.strict import record_swallowed
+from kvbm.tiers.contract import RecoveredBlock
+from kvbm.tiers.disk.block_io import BlockIo
+from kvbm.tiers.disk.control import ControlThread
+from kvbm.tiers.disk.medium import DiskMedium, DiskOptions
+from kvbm.tiers.disk.opening import open_medium
+from kvbm.tiers.disk.syscalls import Syscalls
+from kvbm.tiers.disk.voids import Voids
+
+log = logging.getLogger("kvbm.tiers.disk.tier")
+
+STRETCHES_AT_ONCE = 64
+"""Voids that are written before another operation has its turn."""
+
+
+class Fault:
+    """Why the tier is off, in one line; empty while it works. Any thread may set it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.text = ""
+
+    def turn_off(self, operation: str, error: Exception) -> None:
+        """The first failure names the fault, later ones are its consequences."""
+        unexpected = None if isinstance(error, OSError) else error
+        self.declare(f"{operation} failed: {reason_of(error)}", unexpected)
+
+    def declare(self, what: str, unexpected: Exception | None = None) -> None:
+        """The tier is off for this reason, unless it is off already."""
+        with self._lock:
+            if self.text:
+                return
+            self.text = f"disk tier is off: {what}"
+        log.error("%s", self.text, exc_info=unexpected)
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """How an attempt to open the medium ended: what it holds, or why it cannot be opened."""
+
+    recovered: list[RecoveredBlock]
+    error: KvbmError | None = None
+
+
+class Maintenance:
+    """The medium of one tier, None while there is none, and its control thread.
+
+    Methods belong to the owner thread, but for `forget` and `overtake`. `wake` is called in the control thread when
+    something ended that the owner waits for. Raises TierError where the process can have no more threads.
+    """
+
+    def __init__(
+        self,
+        options: DiskOptions,
+        slot_count: int,
+        fault: Fault,
+        wake: Callable[[], None],
+        clock: Clock,
+        syscalls: Syscalls,
+        io: BlockIo,
+    ) -> None:
+        self._options = options
+        self._fault = fault
+        self._wake = wake
+        self._syscalls = syscalls
+        self._io = io
+        self.medium: DiskMedium | None = None
+        self._home: Path | None = None
+        self._voids = Voids(slot_count)
+        self._looking = False
+        self._opening: Opening | None = None
+        self.is_opening = False
+        self._closed = False
+        self._thread = ControlThread(clock)
+
+    @property
+    def busy_s(self) -> float:
+        """How long the operation that runs now has been running, in seconds; 0 without one."""
+        return self._thread.busy_s
+
+    def wait_idle(self, deadline_s: float) -> bool:
+        """Wait until nothing is queued or running; False when `deadline_s` seconds were not enough."""
+        return self._thread.wait_idle(deadline_s)
+
+    # ---- opening
+
+    def open(self) -> None:
+        """Begin to close the medium, if there is one, and to open it anew: nothing is in flight."""
+        assert not self.is_opening
+        self.is_opening = True
+        self._thread.run(self._open)
+
+    def opened(self) -> Opening | None:
+        """How the attempt that `open` began has ended, once; None while it goes on."""
+        opening, self._opening = self._opening, None
+        self.is_opening = self.is_opening and opening is None
+        return opening
+
+    def _open(self) -> None:
+        try:
+            opening = Opening(self._open_anew())
+        except KvbmError as error:
+            opening = Opening([], error)
+        except Exception as error:
+            record_swallowed(error)
+            log.debug("disk tier: opening failed", exc_info=error)
+            opening = Opening([], TierError(f"disk tier: opening failed: {reason_of(error)}"))
+        self._opening = opening
+        self._wake()
+
+    def _open_anew(self) -> list[RecoveredBlock]:
+        """Raises SettingsError, TierError."""
+        options, before = self._options, self.medium
+        if before is not None:
+            self.medium = None
+            before.close(remove=not options.persist)
+        medium = open_medium(options, self._syscalls, self._io, self._go_on, self._home)
+        if medium.path != self._home:
+            self._voids.clear()  # they were of another directory
+        try:
+            while (stretch := self._voids.take()) is not None:
+                self._void(medium, stretch)
+            recovered = medium.recover()
+        except OSError as error:
+            medium.close(remove=not options.persist)
+            text = f"disk tier: cannot read the journal in {medium.path}: {reason_of(error)}"
+            raise TierError(text) from error
+        self.medium, self._home = medium, medium.path
+        return recovered
+
+    def _go_on(self) -> None:
+        """Between the steps of a long opening. Raises TierError."""
+        if self._closed:
+            raise TierError(f"disk tier: closed before {self._options.root} was prepared")
+
+    # ---- voids
+
+    def forget(self, slot: int, count: int = 1) -> None:
+        """Void the records of these slots, soon. Any thread."""
+        if self._voids.add(slot, count):
+            self._thread.run(self._write_voids)
+
+    def overtake(self, slot: int, count: int) -> list[int]:
+        """A store is about to void these slots: no void that was queued before may be written after it. Waits for one
+        that is being written. Returns the slots with such voids: if the store fails, `forget` them again."""
+        return self._voids.overtake(slot, count)
+
+    def _write_voids(self) -> None:
+        for _ in range(STRETCHES_AT_ONCE):
+            if self._fault.text or self.medium is None:
+                return  # they are written when it is opened again
+            if (stretch := self._voids.take()) is None:
+                return
+            try:
+                self._void(self.medium, stretch)
+            except OSError as error:
+                self._fault.turn_off(f"voiding slot {stretch.start} in the journal", error)
+                self._wake()
+        self._thread.run(self._write_voids)
+
+    def _void(self, medium: DiskMedium, stretch: range) -> None:
+        """Raises OSError."""
+        failed = True
+        try:
+            medium.void(SlotIndex(stretch.start), len(stretch))
+            failed = False
+        finally:
+            self._voids.written(failed)
+
+    # ---- watching
+
+    def look(self) -> None:
+        """Look whether the files are still there: removed files still take writes."""
+        if not self._looking and not self.is_opening:
+            self._looking = True
+            self._thread.run(self._look)
+
+    def _look(self) -> None:
+        medium = self.medium
+        if medium is not None and not self._fault.text and (what := medium.vanished()):
+            self._fault.declare(what)
+            self._wake()
+        self._looking = False
+
+    # ---- the end
+
+    def close(self, remove: bool, deadline_s: float) -> None:
+        """Write the voids and close the medium, with `remove` after deleting its directory. After `deadline_s` seconds
+        the control thread is left to do that alone."""
+        self._closed = True
+        self._thread.run(lambda: self._close(remove))
+        if not self._thread.stop(deadline_s):
+            log.warning(
+                "disk tier: %s is not closed within %.1f s: a call does not end", self._home, deadline_s
+            )
+
+    def leave_open(self) -> None:
+        """End without closing the medium: a transfer that does not end still uses its files."""
+        self._closed = True
+        self._thread.stop(0.0)
+
+    def _close(self, remove: bool) -> None:
+        medium, self.medium = self.medium, None
+        if medium is None:
+            return
+        try:
+            while not (remove or self._fault.text) and (stretch := self._voids.take()) is not None:
+                self._void(medium, stretch)
+        except OSError as error:
+            log.warning("disk tier: closing %s: %s", medium.path, error.strerror)
+        medium.close(remove)
+
+
+def reason_of(error: Exception) -> str:
+    """The error in a few words."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{error.strerror} ({errno.errorcode.get(error.errno, error.errno)})"
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,137 @@
+"""A disk whose operations hang: what a space and a manager do meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+
+from kvbm.block import Tier
+from kvbm.manager import assembly
+from kvbm.manager.disk_health import SLOW_LOGGED_EACH_S, SLOW_S
+from kvbm.manager.probes import LOOK_S, Probes
+from kvbm.protocol import Status, StatusQuery
+from rigs.gated_syscalls import GatedSyscalls
+from rigs.manager import KEYS as MANAGER_KEYS
+from rigs.manager import ManagerBench, connect_operator, store
+from rigs.space import KEYS, ME, OTHER, Bench
+
+MakeBench = Callable[..., ManagerBench]
+
+
+def test_a_slow_disk_is_not_offered_and_host_hits_go_on(bench: Bench) -> None:
+    bench.only_on_disk(KEYS[:3])
+    bench.store(OTHER[:2])
+    bench.finish_all()
+    bench.tier.busy_s = SLOW_S
+    assert bench.space.lookup(ME, 1, KEYS[:3], 0) is None
+    lease = bench.space.lookup(ME, 2, OTHER[:2], 0)
+    assert lease is not None
+    assert lease.ready == 2
+    assert bench.space.tiers() == {"host": 8}
+    bench.tier.busy_s = 0.0
+    assert bench.space.tiers() == {"host": 8, "disk": 16}
+    again = bench.space.lookup(ME, 3, KEYS[:3], 0)
+    assert again is not None
+    bench.finish_all()
+    assert again.ready == 3
+
+
+def test_nothing_is_written_to_a_slow_disk(bench: Bench) -> None:
+    bench.tier.throttled = True
+    bench.store(KEYS[:2])
+    bench.tier.throttled, bench.tier.busy_s = False, SLOW_S
+    bench.store(OTHER[:2])
+    bench.space.pump()
+    assert (bench.tier.pending_count, bench.space.disk.queued_count if bench.space.disk else 0) == (0, 2)
+    assert bench.metrics.value("kvbm_skipped_offloads_total", reason="tier_off") == 2
+    bench.tier.busy_s = 0.0
+    bench.finish_all()
+    assert {entry.key for entry in bench.medium.entries.values()} == set(KEYS[:2]), (
+        "what was queued is written"
+    )
+
+
+def test_leases_do_not_wait_for_a_slow_disk_and_its_reads_are_used_when_they_end(
+    make: Callable[..., Bench],
+) -> None:
+    bench = make(pending_limit=2)
+    bench.only_on_disk(KEYS[:4])
+    lease = bench.space.lookup(ME, 1, KEYS[:4], 0)
+    assert lease is not None
+    assert (lease.ready, lease.final, bench.tier.pending_count) == (0, False, 2)
+    bench.tier.busy_s = SLOW_S
+    bench.space.pump()
+    assert (lease.ready, lease.final, bench.tier.pending_count) == (0, True, 2)
+    assert bench.progress[-1] == (1, 0, True)
+    assert bench.space.host_pool.counts().filling == 2, "the medium may still write there"
+    bench.tier.busy_s = 0.0
+    bench.finish_all()
+    assert [bench.space.host_pool.find(key) is not None for key in KEYS[:4]] == [True, True, False, False]
+    assert bench.space.host_pool.counts().leased == 0
+    bench.space.check()
+
+
+def test_a_slow_disk_is_logged_once_a_minute_with_its_end(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        bench.tier.busy_s = SLOW_S + 0.1
+        bench.space.pump()
+        bench.clock.advance(1.0)
+        bench.space.pump()
+        bench.tier.busy_s = 0.0
+        bench.space.pump()
+    slow = "disk tier is slow: an operation that has not ended has taken 0.6 s"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{slow}: its blocks are not offered until then, and none are written",
+        "disk tier works again: it was slow for 1.6 s",
+    ]
+    bench.clock.advance(SLOW_LOGGED_EACH_S)
+    bench.tier.busy_s = SLOW_S
+    bench.space.pump()
+    assert len(caplog.records) == 3
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[GatedSyscalls]:
+    """The kernel of the disks of managers."""
+    kernel = GatedSyscalls()
+    opened = partial(assembly.open_disk_tier, syscalls=kernel)
+    monkeypatch.setattr(assembly, "open_disk_tier", opened)
+    yield kernel
+    kernel.open_gate()
+
+
+def test_a_filesystem_that_freezes_does_not_silence_the_manager(
+    make_manager: MakeBench, kernel: GatedSyscalls, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Journal writes hang: they are due as the disk evicts. Host hits go on, and it is said that the disk is slow."""
+    disk = tmp_path_factory.mktemp("disk")
+    bench = make_manager(host_blocks=16, disk_blocks=4, disk_dir=str(disk), disk_admission="all")
+    probes = Probes(bench.settings, bench.clock)
+    leader, worker = bench.engine()
+    side = bench.space().disk
+    assert side is not None
+    store(leader, worker, 1, MANAGER_KEYS[:4])
+    bench.until(lambda: side.pool.counts().resident == 4)
+    kernel.shut("pwritev", "journal")
+    others = MANAGER_KEYS[100:104]
+    store(leader, worker, 2, others)
+    kernel.wait_entered()
+    bench.tick(1.0)
+    leader.take()
+    assert leader.lookup(1, others).sources == bytes((Tier.HOST,)) * 4
+    bench.clock.advance(LOOK_S)
+    probes.turn_ended(bench.server.spaces)
+    status, text = probes.ready()
+    assert (status, "disk tier is slow" in text) == (503, True)
+    admin = connect_operator(bench)
+    admin.send(StatusQuery())
+    assert "disk tier is slow" in str(admin.expect(Status).spaces[0]["fault"])
+    kernel.open_gate()
+    bench.until(lambda: not side.trouble)
+    bench.clock.advance(LOOK_S)
+    probes.turn_ended(bench.server.spaces)
+    assert probes.ready().status == 200

@@ -1,0 +1,149 @@
+"""What a disk tier does in its control thread, while calls of the kernel do not end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvbm.block import Outcome, SlotIndex
+from kvbm.clock import ManualClock
+from kvbm.testing.stored_runs import (
+    DEADLINE_S,
+    LAYOUT,
+    NAMESPACE,
+    RunMemory,
+    by_slot,
+    collect,
+    heal,
+    load,
+    make_key,
+    store,
+)
+from kvbm.tiers.contract import BlockHead
+from kvbm.tiers.disk.tier import WATCH_PERIOD_S, DiskTier, open_disk_tier
+from kvbm.tiers.disk.voids import STRETCH_SLOTS_MAX, Voids
+from rigs.faulty_syscalls import Fault, FaultRule, FaultySyscalls
+from rigs.gated_syscalls import GatedSyscalls
+
+
+class Bench:
+    """A tier whose kernel has a gate."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.clock = ManualClock()
+        self.kernel = GatedSyscalls()
+        self.tier = self.open()
+
+    def open(self) -> DiskTier:
+        return open_disk_tier(
+            self.root, LAYOUT, NAMESPACE, capacity_blocks=8, clock=self.clock, syscalls=self.kernel
+        )
+
+    def reopen(self) -> list[int]:
+        """The slots that are found after an orderly restart."""
+        self.tier.close(keep=True)
+        self.tier = self.open()
+        return sorted(by_slot(self.tier.recovered()))
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    bench.kernel.open_gate()
+    bench.tier.close(keep=False)
+
+
+def test_a_void_that_hangs_keeps_nobody(bench: Bench) -> None:
+    for slot in range(3):
+        store(bench.tier, LAYOUT, make_key(slot), slot)
+    bench.kernel.shut("pwritev", "journal")
+    bench.tier.forget(SlotIndex(1))
+    bench.kernel.wait_entered()
+    bench.tier.forget(SlotIndex(0))
+    assert bench.tier.poll() == []
+    assert not bench.tier.drain(0.0)
+    bench.clock.advance(3.0)
+    assert bench.tier.busy_s == 3.0
+    assert load(bench.tier, LAYOUT, make_key(2), 2).outcome is Outcome.HIT, "reads of others go on"
+    bench.kernel.open_gate()
+    assert bench.tier.drain(DEADLINE_S)
+    assert (bench.tier.busy_s, bench.tier.fault) == (0.0, "")
+    assert bench.reopen() == [2]
+
+
+def test_a_transfer_that_hangs_is_seen(bench: Bench) -> None:
+    store(bench.tier, LAYOUT, make_key(0), 0)
+    bench.kernel.shut("preadv", "slab")
+    memory = RunMemory(LAYOUT)
+    assert bench.tier.submit_load(1, [make_key(0)], SlotIndex(0), memory.views) is Outcome.PENDING
+    bench.kernel.wait_entered()
+    bench.clock.advance(2.0)
+    assert bench.tier.busy_s == 2.0
+    bench.kernel.open_gate()
+    assert collect(bench.tier, 1)[1].outcome is Outcome.HIT
+    assert bench.tier.busy_s == 0.0
+
+
+@pytest.mark.parametrize("hanging", [0, 3], ids=["before its own", "its own"])
+def test_a_late_void_does_not_destroy_the_next_block_of_its_slot(bench: Bench, hanging: int) -> None:
+    """The void of slot 3 waits, or is being written, when slot 3 gets another block."""
+    for slot in (0, 3):
+        store(bench.tier, LAYOUT, make_key(slot), slot)
+    bench.kernel.shut("pwritev", "journal", calls_max=1)
+    bench.tier.forget(SlotIndex(hanging))
+    bench.kernel.wait_entered()
+    bench.tier.forget(SlotIndex(3))
+    memory = RunMemory.of([make_key(7)], LAYOUT)
+    head = BlockHead(make_key(7), None)
+    assert bench.tier.submit_store(5, [head], SlotIndex(3), memory.views) is Outcome.PENDING
+    if hanging == 3:
+        bench.kernel.open_gate()  # the store waits for it
+    assert collect(bench.tier, 1)[5].outcome is Outcome.HIT
+    bench.kernel.open_gate()
+    assert bench.tier.drain(DEADLINE_S)
+    assert load(bench.tier, LAYOUT, make_key(7), 3).outcome is Outcome.HIT
+    assert 3 in bench.reopen()
+
+
+def test_a_store_that_fails_leaves_the_void_of_its_slot_due(tmp_path: Path) -> None:
+    kernel = FaultySyscalls(1)
+    tier = open_disk_tier(tmp_path, LAYOUT, NAMESPACE, capacity_blocks=8, syscalls=kernel)
+    for slot in (1, 2):
+        store(tier, LAYOUT, make_key(slot), slot)
+    kernel.arm(FaultRule(operation="pwritev", fault=Fault.EIO, file="journal"))
+    tier.forget(SlotIndex(1))
+    store(tier, LAYOUT, make_key(5), 1)
+    kernel.disarm()
+    assert heal(tier)
+    assert sorted(by_slot(tier.recovered())) == [2]
+    tier.close(keep=False)
+
+
+def test_looking_at_files_that_hang_keeps_nobody(bench: Bench) -> None:
+    bench.kernel.shut("fstat")
+    bench.clock.advance(WATCH_PERIOD_S)
+    assert bench.tier.poll() == []
+    bench.kernel.wait_entered()
+    bench.clock.advance(WATCH_PERIOD_S)
+    assert bench.tier.poll() == []
+    assert bench.tier.busy_s == WATCH_PERIOD_S
+
+
+def test_voids_are_written_in_stretches() -> None:
+    voids = Voids(3 * STRETCH_SLOTS_MAX)
+    assert voids.add(5, 2)
+    assert not voids.add(0, 5), "somebody takes them already"
+    assert not voids.add(9, 2 * STRETCH_SLOTS_MAX)
+    taken = []
+    while (stretch := voids.take()) is not None:
+        taken.append(stretch)
+        voids.written()
+    last = 9 + STRETCH_SLOTS_MAX
+    assert taken == [range(7), range(9, last), range(last, last + STRETCH_SLOTS_MAX)]
+    assert voids.add(1), "nobody does"
+    assert voids.overtake(0, 2) == [1]
+    assert voids.take() is None
