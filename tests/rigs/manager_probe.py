@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 PRIVATE_MANAGER = "kvbm.manager.process"
@@ -81,11 +81,18 @@ def private_managers(runtime_dir: str) -> list[int]:
 class SharedManager:
     """`kvbm manager` as an operator starts it."""
 
-    def __init__(self, directory: Path, socket_path: str, *options: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        socket_path: str,
+        *options: str,
+        start: Sequence[str] = ("-m", "kvbm.cli.main"),
+    ) -> None:
+        """`start` is what Python runs in place of the command."""
         self.socket_path = socket_path
         self.metrics_port = free_port()
         self._log_path = directory / f"manager-{self.metrics_port}.log"
-        command = [sys.executable, "-m", "kvbm.cli.main", "manager", "--socket", socket_path]
+        command = [sys.executable, *start, "manager", "--socket", socket_path]
         command += ["--metrics-port", str(self.metrics_port), *options]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
         with self._log_path.open("w") as log:

@@ -12,6 +12,7 @@ from kvbm.clock import Clock
 from kvbm.errors import ManagerRefused, SettingsError
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.choices import bound_writes, choose_admission, for_each, refuse_eviction
+from kvbm.manager.disk_side import CLOSE_S_MAX
 from kvbm.manager.gauges import count_in_bulk, forget_blocks
 from kvbm.manager.guarded_space import GuardedSpace
 from kvbm.manager.host_side import SpaceOptions
@@ -130,13 +131,19 @@ class SpaceTable:
         self._advise(namespace, space, request_blocks)
         return space
 
-    def drop(self, space: Space, keep: bool) -> None:
+    def close(self, keep: bool) -> None:
+        """Close and forget all spaces: their disks within `CLOSE_S_MAX` together."""
+        disk_until_s = self._clock() + CLOSE_S_MAX
+        for _, space in self:
+            self.drop(space, keep, disk_until_s)
+
+    def drop(self, space: Space, keep: bool, disk_until_s: float | None = None) -> None:
         """Close a space and forget it."""
         namespace = self.namespace_of(space)
         fingerprint, label = namespace.fingerprint, self._labels.name(namespace)
         del self._spaces[fingerprint]
         self._advised.pop(fingerprint, None)
-        space.close(keep)
+        space.close(keep, disk_until_s)
         count_in_bulk(label, space, self._metrics)
         forget_blocks(label, space, self._metrics)
 

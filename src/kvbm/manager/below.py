@@ -84,10 +84,13 @@ class Below:
         for remote in self.remotes:
             remote.tick()
 
-    def close(self, keep: bool) -> None:
-        """Write what waits (bounded in time), release the tiers. Nothing touches host memory after it."""
-        for side in self.sides:
-            side.close(keep)
+    def close(self, keep: bool, disk_until_s: float | None = None) -> None:
+        """Write what waits (bounded in time, the disk's part by `disk_until_s`), release the tiers. Nothing touches
+        host memory after it, unless a call to a medium does not end."""
+        if self.disk is not None:
+            self.disk.close(keep, disk_until_s)
+        for remote in self.remotes:
+            remote.close(keep)
 
     def _offloader(self) -> Offloader[BlockKey] | None:
         return self.disk.offloader if self.disk is not None else None

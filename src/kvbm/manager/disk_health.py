@@ -18,8 +18,9 @@ from kvbm.tiers.contract import RunTier
 
 log = logging.getLogger("kvbm.manager")
 
-SLOW_S = 0.5
-"""An operation is a call for 1 MiB at most. The server looks twice a second: a disk that hangs is slow within one."""
+SLOW_S = 0.75
+"""An operation is a few calls for 1 MiB at most, and the checksums of that. Each lookup looks at it: the blocks of a disk
+that hangs are not offered after a second."""
 SLOW_LOGGED_EACH_S = 60.0
 HEAL_S_MIN, HEAL_S_MAX = 10.0, 300.0
 """A disk that is off is opened at once. If it fails again, or cannot be opened, the next attempt comes after the first

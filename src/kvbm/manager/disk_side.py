@@ -26,7 +26,11 @@ from kvbm.policy import AdmissionPolicy, make_policy
 from kvbm.tiers.contract import BlockHead, Completion, RunTier
 from kvbm.tiers.host import HostArena
 
-CLOSE_S_MAX = 5.0
+CLOSE_S_MAX = 4.5
+"""The disks of a manager are all closed within so many seconds, also where a call to one does not end."""
+RELEASE_S = 1.0
+"""This much of it is kept for releasing a medium, after queued blocks were written."""
+RELEASE_S_MIN = 0.05
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -142,18 +146,19 @@ class DiskSide:
             self._index_anew()
         return again
 
-    def close(self, keep: bool) -> None:
-        """Write queued blocks as long as the medium takes them, at most for `CLOSE_S_MAX`, and release it."""
-        deadline_s = self.clock() + CLOSE_S_MAX
+    def close(self, keep: bool, until_s: float | None = None) -> None:
+        """Write queued blocks as long as the medium takes them, and release it. That ends by `until_s`, or after
+        `CLOSE_S_MAX`: what is not written then is not in the journal either."""
+        until_s = self.clock() + CLOSE_S_MAX if until_s is None else until_s
         queued = self.offloader.queued_count
-        while queued and self.medium.drain(max(0.0, deadline_s - self.clock())):
+        while queued and self.medium.drain(max(0.0, until_s - RELEASE_S - self.clock())):
             self.collect()
             self.advance()
             before, queued = queued, self.offloader.queued_count
-            if queued >= before or self.clock() >= deadline_s:
+            if queued >= before or self.clock() >= until_s - RELEASE_S:
                 break
         self.void_emptied()
-        self.medium.close(keep)
+        self.medium.close(keep, max(RELEASE_S_MIN, until_s - self.clock()))
 
     def _index_anew(self) -> None:
         """Index what a medium that works again has brought back; what it has not is evicted."""

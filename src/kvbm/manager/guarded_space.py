@@ -112,9 +112,9 @@ class GuardedSpace(Space):
         described = super().describe()
         return {**described, "fault": self.failure} if self.failure else described
 
-    def close(self, keep: bool) -> None:
+    def close(self, keep: bool, disk_until_s: float | None = None) -> None:
         """Release the tiers, of a failed space without a look at its index."""
-        self._try(None, super().close, keep)
+        self._try(None, super().close, keep, disk_until_s)
         if self.failure:
             # Each of them may have been closed already, before it failed.
             if self.disk is not None:

@@ -202,8 +202,7 @@ class Server:
         self._scrapes.close()
         for session in self.sessions.values():
             session.close()
-        for _, space in list(self.spaces):
-            self.spaces.drop(space, keep)
+        self.spaces.close(keep)
         self._selector.close()
 
     def _answer(self, until_s: float) -> bool:

@@ -347,11 +347,11 @@ class Space:
         for pool in self.pools:
             pool.check()
 
-    def close(self, keep: bool) -> None:
-        """Write queued blocks (bounded in time), release the tiers."""
+    def close(self, keep: bool, disk_until_s: float | None = None) -> None:
+        """Write queued blocks (bounded in time), release the tiers; the disk by that time."""
         self.foresight.on = False
         for lease in list(self.leases):
             self.release(lease.owner, lease.number)
         self.pump()
-        self.below.close(keep)
+        self.below.close(keep, disk_until_s)
         self.arena.close()

@@ -77,16 +77,16 @@ def test_a_slow_disk_is_logged_once_a_minute_with_its_end(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(3):
-        bench.tier.busy_s = SLOW_S + 0.1
+        bench.tier.busy_s = SLOW_S + 0.05
         bench.space.pump()
         bench.clock.advance(1.0)
         bench.space.pump()
         bench.tier.busy_s = 0.0
         bench.space.pump()
-    slow = "disk tier is slow: an operation that has not ended has taken 0.6 s"
+    slow = "disk tier is slow: an operation that has not ended has taken 0.8 s"
     assert [record.getMessage() for record in caplog.records] == [
         f"{slow}: its blocks are not offered until then, and none are written",
-        "disk tier works again: it was slow for 1.6 s",
+        "disk tier works again: it was slow for 1.8 s",
     ]
     bench.clock.advance(SLOW_LOGGED_EACH_S)
     bench.tier.busy_s = SLOW_S

@@ -31,6 +31,10 @@ class Writer:
         self.written: list[tuple[int, int | None]] = []
 
     @property
+    def trouble(self) -> str:
+        return self.fault
+
+    @property
     def room(self) -> int:
         return self.limit - len(self.writing)
 

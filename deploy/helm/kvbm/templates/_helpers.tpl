@@ -155,9 +155,9 @@ remote_key_file: {{ printf "%s/%s" (include "kvbm.keysMount" .) .Values.remote.k
 {{ end -}}
 {{- end -}}
 
-{{- /* The most that a stop takes: for each namespace, 5 s of writing and 30 s for a device that does not answer, and 8 s for a remote store. */ -}}
+{{- /* The most that a stop takes: 5 s for all disks, and for each namespace 8 s for a remote store. */ -}}
 {{- define "kvbm.drainSeconds" -}}
-{{- mul 43 .Values.namespaces -}}
+{{- add 5 (mul 8 .Values.namespaces) -}}
 {{- end -}}
 
 {{- define "kvbm.graceSeconds" -}}

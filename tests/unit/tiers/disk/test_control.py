@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 from kvbm.block import Outcome, SlotIndex
 from kvbm.clock import ManualClock
+from kvbm.errors import TierError
 from kvbm.testing.stored_runs import (
     DEADLINE_S,
     LAYOUT,
@@ -147,3 +150,28 @@ def test_voids_are_written_in_stretches() -> None:
     assert voids.add(1), "nobody does"
     assert voids.overtake(0, 2) == [1]
     assert voids.take() is None
+
+
+@pytest.mark.parametrize("started", range(4), ids="{} threads".format)
+def test_a_tier_without_threads_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: int
+) -> None:
+    """Three I/O threads and the control thread are wanted, and the process may have no more."""
+    threads, genuine = list[threading.Thread](), threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if len(threads) == started:
+            raise RuntimeError("can't start new thread")
+        threads.append(thread)
+        genuine(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    descriptors = os.listdir("/proc/self/fd")
+    with pytest.raises(TierError, match="a thread cannot be started: can't start new thread"):
+        open_disk_tier(tmp_path / "root", LAYOUT, NAMESPACE, capacity_blocks=8, io_threads=3)
+    assert len(threads) == started
+    for thread in threads:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    assert os.listdir("/proc/self/fd") == descriptors
+    assert not (tmp_path / "root").exists()
