@@ -19,8 +19,8 @@ from kvbm.tiers.contract import RunTier
 log = logging.getLogger("kvbm.manager")
 
 SLOW_S = 0.75
-"""An operation is a few calls for 1 MiB at most, and the checksums of that. Each lookup looks at it: the blocks of a disk
-that hangs are not offered after a second."""
+"""An operation is a few calls for 1 MiB at most, and the checksums of that. Each lookup looks at it: after a second the
+blocks of a disk that hangs are not offered."""
 SLOW_LOGGED_EACH_S = 60.0
 HEAL_S_MIN, HEAL_S_MAX = 10.0, 300.0
 """A disk that is off is opened at once. If it fails again, or cannot be opened, the next attempt comes after the first

@@ -33,6 +33,7 @@ INDEX_COUNT_MAX = 256
 META_BYTES_MAX = 1 << 20
 _PID_BYTES_MAX = 32
 META_NAME, LOCK_NAME, JOURNAL_NAME = "meta.json", "lock", "journal"
+NEW_SUFFIX = ".new"
 _CLAIM_ATTEMPTS = 200
 _LOOKERS_PAUSE_S = 0.001
 _UNWRITABLE = (
@@ -143,13 +144,21 @@ class ClaimedDirectory:
     def write_meta(self, meta: DirectoryMeta) -> None:
         """Replace `meta.json` as a whole. Raises OSError."""
         text = encode_meta(meta)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        fd = self._syscalls.open(META_NAME + ".new", flags, dir_fd=self.dir_fd)
+        fd = self.open_new(META_NAME)
         try:
             write_fully(self._syscalls, fd, [memoryview(text)], 0, alignment=1)
         finally:
             self._syscalls.close(fd)
-        self._syscalls.rename(META_NAME + ".new", META_NAME, dir_fd=self.dir_fd)
+        self.replace(META_NAME)
+
+    def open_new(self, name: str) -> int:
+        """A new, empty file, which takes the place of the one with this name at `replace`. Raises OSError."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        return self._syscalls.open(name + NEW_SUFFIX, flags, dir_fd=self.dir_fd)
+
+    def replace(self, name: str) -> None:
+        """Give the file that `open_new` made its name. Raises OSError."""
+        self._syscalls.rename(name + NEW_SUFFIX, name, dir_fd=self.dir_fd)
 
     def vanished(self) -> str:
         """Empty, or one phrase saying that the path no longer leads to this directory."""

@@ -29,6 +29,8 @@ are read and written in one call; a call that ends half-way leaves some of them 
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -38,6 +40,7 @@ import msgspec
 import xxhash
 
 from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, BlockState, SlotIndex
+from kvbm.layout import PAGE_BYTES, round_up
 from kvbm.tiers.contract import BlockHead
 from kvbm.tiers.disk.geometry import RECORD_BYTES
 from kvbm.tiers.disk.syscalls import Syscalls, read_fully, write_fully
@@ -171,7 +174,9 @@ class Journal:
         self, syscalls: Syscalls, fd: int, slot_count: int, block_bytes: int, fingerprint: bytes
     ) -> None:
         self._syscalls = syscalls
-        self._fd = fd
+        self.fd = fd
+        self.unreadable_pages = 0
+        """Pages that the last `scan` could not read."""
         self._slot_count = slot_count
         self._block_bytes = block_bytes
         self._fingerprint = fingerprint
@@ -184,7 +189,7 @@ class Journal:
         """The records of `count` slots from `slot` on, as they are in the file. Raises OSError."""
         assert 0 <= slot and slot + count <= self._slot_count
         raw = bytearray(count * RECORD_BYTES)
-        read_fully(self._syscalls, self._fd, [memoryview(raw)], slot * RECORD_BYTES, RECORD_BYTES)
+        read_fully(self._syscalls, self.fd, [memoryview(raw)], slot * RECORD_BYTES, RECORD_BYTES)
         return bytes(raw)
 
     def held(self, raw: bytes, slot: int) -> list[HeldBlock | None]:
@@ -229,11 +234,18 @@ class Journal:
         self._put(slot, _VOID * count)
 
     def scan(self) -> Iterator[BlockRecord | SlotIndex]:
-        """Every resident slot's record and, of every damaged record, the slot; one sequential read. Raises OSError."""
-        table_bytes = self._slot_count * RECORD_BYTES
-        for start in range(0, table_bytes, _SCAN_BYTES):
-            chunk = bytearray(min(_SCAN_BYTES, table_bytes - start))
-            read_fully(self._syscalls, self._fd, [memoryview(chunk)], start, RECORD_BYTES)
+        """Every resident slot's record and, of every record that is damaged or on a page that cannot be read, the slot;
+        one sequential read. Raises OSError, also where more than one page and most of them cannot be read: that is no
+        page that has worn out, and the records may come back."""
+        self.unreadable_pages = 0
+        for start, chunk in self._chunks():
+            if chunk is None:
+                self.unreadable_pages += 1
+                if self.unreadable_pages > max(1, self._slot_count * RECORD_BYTES // PAGE_BYTES // 2):
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                end = min(start + PAGE_BYTES, self._slot_count * RECORD_BYTES)
+                yield from map(SlotIndex, range(start // RECORD_BYTES, end // RECORD_BYTES))
+                continue
             if chunk.count(0) == len(chunk):
                 continue
             for offset in range(0, len(chunk), RECORD_BYTES):
@@ -247,6 +259,47 @@ class Journal:
                     if record is not None:
                         yield record
 
+    def move(self, fd: int) -> None:
+        """Copy all that can be read into this empty file, which is the journal from now on. Raises OSError."""
+        reserve(self._syscalls, fd, round_up(self._slot_count * RECORD_BYTES, PAGE_BYTES))
+        for start, chunk in self._chunks():
+            if chunk is not None and chunk.count(0) < len(chunk):
+                write_fully(self._syscalls, fd, [memoryview(chunk)], start, RECORD_BYTES)
+        self.fd = fd
+
+    def _chunks(self) -> Iterator[tuple[int, bytearray | None]]:
+        """The table in parts: the first byte and the bytes of each, None for a page that cannot be read. Raises
+        OSError."""
+        table_bytes = self._slot_count * RECORD_BYTES
+        for start in range(0, table_bytes, _SCAN_BYTES):
+            chunk = bytearray(min(_SCAN_BYTES, table_bytes - start))
+            if self._reads(start, chunk):
+                yield start, chunk
+                continue
+            for offset in range(0, len(chunk), PAGE_BYTES):
+                page = chunk[offset : offset + PAGE_BYTES]
+                yield start + offset, page if self._reads(start + offset, page) else None
+
+    def _reads(self, start: int, target: bytearray) -> bool:
+        """Whether this part of the table can be read, into the target. Raises OSError for other failures than EIO."""
+        try:
+            read_fully(self._syscalls, self.fd, [memoryview(target)], start, RECORD_BYTES)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return False
+        return True
+
     def _put(self, slot: int, raw: bytes) -> None:
         assert 0 <= slot and slot * RECORD_BYTES + len(raw) <= self._slot_count * RECORD_BYTES
-        write_fully(self._syscalls, self._fd, [memoryview(raw)], slot * RECORD_BYTES, RECORD_BYTES)
+        write_fully(self._syscalls, self.fd, [memoryview(raw)], slot * RECORD_BYTES, RECORD_BYTES)
+
+
+def reserve(syscalls: Syscalls, fd: int, size_bytes: int) -> None:
+    """Make the journal's file so long, with its bytes reserved where the filesystem can do that. Raises OSError."""
+    try:
+        syscalls.fallocate(fd, 0, size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        syscalls.ftruncate(fd, size_bytes)

@@ -135,15 +135,16 @@ class Maintenance:
         if medium.path != self._home:
             self._voids.clear()  # they were of another directory
         try:
+            recovered, forgotten = medium.recover(), set[int]()
             while (stretch := self._voids.take()) is not None:
                 self._void(medium, stretch)
-            recovered = medium.recover()
+                forgotten.update(stretch)
         except OSError as error:
             medium.close(remove=not options.persist)
             text = f"disk tier: cannot read the journal in {medium.path}: {reason_of(error)}"
             raise TierError(text) from error
         self.medium, self._home = medium, medium.path
-        return recovered
+        return [block for block in recovered if block.slot not in forgotten]
 
     def _go_on(self) -> None:
         """Between the steps of a long opening. Raises TierError."""

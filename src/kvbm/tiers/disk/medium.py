@@ -18,10 +18,10 @@ from typing import NamedTuple
 import msgspec
 
 from kvbm.block import BlockKey, Outcome, SlotIndex
-from kvbm.layout import BlockLayout, Namespace
+from kvbm.layout import PAGE_BYTES, BlockLayout, Namespace
 from kvbm.tiers.contract import BlockEnd, BlockHead, RecoveredBlock
 from kvbm.tiers.disk.block_io import BlockIo, BufferStillInUse, RunBuffers
-from kvbm.tiers.disk.directory import ClaimedDirectory
+from kvbm.tiers.disk.directory import JOURNAL_NAME, ClaimedDirectory
 from kvbm.tiers.disk.facts_file import FactsFile
 from kvbm.tiers.disk.geometry import AS_PARAMETERS, RECORD_BYTES, DiskSetting
 from kvbm.tiers.disk.journal import Journal, is_void
@@ -70,7 +70,6 @@ class DiskMedium:
     def __init__(
         self,
         directory: ClaimedDirectory,
-        journal_fd: int,
         journal: Journal,
         slabs: SlabFiles,
         room: Room,
@@ -81,7 +80,6 @@ class DiskMedium:
     ) -> None:
         self._facts = facts
         self._directory = directory
-        self._journal_fd = journal_fd
         self._journal = journal
         self._slabs = slabs
         self._room = room
@@ -247,7 +245,8 @@ class DiskMedium:
             self._journal.void(slot, count)
 
     def recover(self) -> list[RecoveredBlock]:
-        """The blocks that the journal holds; of two with one key the newer. Voids all other records. Raises OSError."""
+        """The blocks that the journal holds; of two with one key the newer. Voids all other records. Where pages of the
+        journal cannot be read, their records are lost, and the others move to a new file. Raises OSError."""
         newest: dict[BlockKey, RecoveredBlock] = {}
         rejected: list[SlotIndex] = []
         damaged_count = 0
@@ -272,17 +271,39 @@ class DiskMedium:
                     rejected.append(rival.slot)
             else:
                 rejected.append(found.slot)
+        if pages := self._journal.unreadable_pages:
+            self._move_journal()
+            log.warning(
+                "disk tier: %d page(s) of the journal in %s could not be read, and with them up to %d block(s); the "
+                "others are kept. look at the SMART values of this disk",
+                pages,
+                self.path,
+                pages * PAGE_BYTES // RECORD_BYTES,
+            )
         for slot in rejected:
             self._journal.void(slot)
         if damaged_count:
             log.warning("disk tier: dropped %d damaged journal record(s) in %s", damaged_count, self.path)
         return list(newest.values())
 
+    def _move_journal(self) -> None:
+        """Put a copy in the journal's place, on other pages of the medium. Raises OSError."""
+        directory, worn_fd = self._directory, self._journal.fd
+        fd = directory.open_new(JOURNAL_NAME)
+        try:
+            self._journal.move(fd)
+            directory.replace(JOURNAL_NAME)
+        except BaseException:
+            self._journal.fd = worn_fd
+            self._syscalls.close(fd)
+            raise
+        self._syscalls.close(worn_fd)
+
     def vanished(self) -> str:
         """Empty, or one line that names the files that were removed under us."""
         try:
             what = self._directory.vanished() or self._slabs.vanished()
-            if not what and self._syscalls.fstat(self._journal_fd).st_nlink == 0:
+            if not what and self._syscalls.fstat(self._journal.fd).st_nlink == 0:
                 what = "journal was removed"
         except OSError as error:
             what = error.strerror or str(error)
@@ -292,8 +313,8 @@ class DiskMedium:
         """Close the files and give up the directory, with `remove` after deleting it. Never raises."""
         try:
             self._slabs.close()
-            touch(self._journal_fd, self._syscalls)
-            self._syscalls.close(self._journal_fd)
+            touch(self._journal.fd, self._syscalls)
+            self._syscalls.close(self._journal.fd)
             if self._facts is not None:
                 self._syscalls.close(self._facts.fd)
         except OSError as error:

@@ -14,6 +14,7 @@ from kvbm.layout import PAGE_BYTES
 from kvbm.tiers.disk.block_io import BlockIo
 from kvbm.tiers.disk.directory import (
     JOURNAL_NAME,
+    NEW_SUFFIX,
     ClaimedDirectory,
     DirectoryMeta,
     claim_directory,
@@ -22,7 +23,7 @@ from kvbm.tiers.disk.directory import (
 )
 from kvbm.tiers.disk.facts_file import FACTS_NAME, FactsFile, fact_bytes
 from kvbm.tiers.disk.geometry import RECORD_BYTES, DiskGeometry, plan_geometry
-from kvbm.tiers.disk.journal import Journal
+from kvbm.tiers.disk.journal import Journal, reserve
 from kvbm.tiers.disk.medium import DiskMedium, DiskOptions, touch
 from kvbm.tiers.disk.room import Room, bound_unowned, require_space
 from kvbm.tiers.disk.slabs import SlabFiles, slab_name
@@ -99,12 +100,7 @@ def _open_files(
             syscalls.ftruncate(journal_fd, 0)
         _trim(directory, geometry, journal_fd, syscalls)
         room = Room(syscalls, directory.path)
-        try:
-            syscalls.fallocate(journal_fd, 0, geometry.journal_bytes)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
-            syscalls.ftruncate(journal_fd, geometry.journal_bytes)
+        reserve(syscalls, journal_fd, geometry.journal_bytes)
         require_room = _require_nothing if sparse else room.require
         slabs.open(directory.dir_fd, options.zerofill_fallback, go_on, require_room)
         if directory.found != meta:
@@ -117,7 +113,7 @@ def _open_files(
     fingerprint = options.namespace.fingerprint
     journal = Journal(syscalls, journal_fd, geometry.slot_count, geometry.block_bytes, fingerprint)
     facts = _open_facts(directory, options, kept, syscalls)
-    return DiskMedium(directory, journal_fd, journal, slabs, room, fingerprint, syscalls, io, facts)
+    return DiskMedium(directory, journal, slabs, room, fingerprint, syscalls, io, facts)
 
 
 def _open_facts(
@@ -182,6 +178,8 @@ def _trim(directory: ClaimedDirectory, geometry: DiskGeometry, journal_fd: int, 
         syscalls.ftruncate(journal_fd, table_bytes)
     expected = {slab_name(slab): geometry.slab_bytes(slab) for slab in range(geometry.slab_count)}
     for name in os.listdir(directory.dir_fd):
+        if name.endswith(NEW_SUFFIX):
+            syscalls.unlink(name, dir_fd=directory.dir_fd)  # its owner was killed before it took its place
         if not name.startswith("slab-"):
             continue
         if name not in expected:
