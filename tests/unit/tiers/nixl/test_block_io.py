@@ -299,7 +299,7 @@ def test_a_slot_that_the_device_may_still_write_to_is_given_to_nobody(
     assert (tier.fault != "", space.host_pool.counts().filling) == (True, 1)
     agent.finish()
     clock.advance(HEAL_S_MAX + 1)
-    space.pump()
+    wait_for(space, tier, lambda: not tier.fault)
     assert (tier.fault, space.host_pool.counts().filling) == ("", 0)
     assert metrics.value("kvbm_failures_total", tier="disk", kind="io") == 1
     space.check()
