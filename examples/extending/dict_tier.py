@@ -64,6 +64,13 @@ class DictTier:
         for each in range(slot, slot + count):
             self.blocks.pop(each, None)
 
+    def sync(self) -> int:
+        return 0
+
+    @property
+    def synced(self) -> int:
+        return 0
+
     @property
     def load_room(self) -> int:
         return max(0, self.pending_limit - len(self._done))

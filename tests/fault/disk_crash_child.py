@@ -73,6 +73,8 @@ class Load:
         # For each job the slots, and the numbers of the blocks that it stores there; none for a load.
         self.pending: dict[int, tuple[range, list[int]]] = {}
         self.resident: dict[int, int] = {}
+        # Slots that were forgotten and not used again, each with the number of the sync that makes it durable.
+        self.forgotten: dict[int, int] = {}
 
     def log(self, text: str) -> None:
         os.write(self.log_fd, text.encode() + b"\n")
@@ -83,6 +85,9 @@ class Load:
                 if job not in self.pending:
                     self.begin(job)
             select.select([self.tier.fileno()], [], [], 10)
+            for slot in [slot for slot, number in self.forgotten.items() if number <= self.tier.synced]:
+                del self.forgotten[slot]
+                self.log(f"forgot {slot}")
             for completion in self.tier.poll():
                 slots, numbers = self.pending.pop(completion.job_id)
                 if not numbers:
@@ -107,10 +112,10 @@ class Load:
         for slot in slots:
             self.log(f"begin {slot}")
             self.resident.pop(slot, None)
+            self.forgotten.pop(slot, None)
         if action < 0.4:
             self.tier.forget(SlotIndex(first), len(slots))
-            for slot in slots:
-                self.log(f"forgot {slot}")
+            self.forgotten.update(dict.fromkeys(slots, self.tier.sync()))
             return
         numbers = self.random.sample(range(KEY_COUNT), len(slots))
         size = LAYOUT.slot_bytes

@@ -182,7 +182,7 @@ def test_a_tier_that_heals_comes_back_to_its_own_directory(tmp_path: Path) -> No
     mine, other = open_tier(tmp_path), open_tier(tmp_path)
     store(mine, LAYOUT, make_key(1), 1)
     path = mine.path
-    mine._declare("disk tier is off: broken by the test")
+    mine._fault.declare("broken by the test")
     assert other.path is not None
     later = other.path / "journal"
     other.close(keep=True)

@@ -12,7 +12,7 @@ import pytest
 from kvbm.block import Outcome
 from kvbm.clock import ManualClock
 from kvbm.errors import TierError
-from kvbm.testing.stored_runs import LAYOUT, NAMESPACE, by_slot, heal, load, make_key, store
+from kvbm.testing.stored_runs import DEADLINE_S, LAYOUT, NAMESPACE, by_slot, heal, load, make_key, store
 from kvbm.tiers.disk.tier import WATCH_PERIOD_S, open_disk_tier
 from rigs.faulty_syscalls import Fault, FaultRule, FaultySyscalls
 
@@ -70,6 +70,7 @@ def test_a_filesystem_unmounted_under_a_running_tier_turns_it_off(small_mount: P
     subprocess.run(["umount", "-l", str(small_mount)], check=True)
     clock.advance(WATCH_PERIOD_S)
     tier.poll()
+    assert tier.drain(DEADLINE_S)
     assert "gone" in tier.fault
     assert heal(tier), "the directory below the mount point is writable here"
     assert list(tier.recovered()) == []

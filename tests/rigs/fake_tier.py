@@ -97,6 +97,8 @@ class FakeTier:
         self.lose = False
         self.forgotten: list[int] = []
         self.busy_s = 0.0
+        self.holds_sync = False
+        self.synced = self._sync_wanted = 0
         self._by_hand = by_hand
         self._fault = ""
         self._mended = True
@@ -162,6 +164,13 @@ class FakeTier:
             assert all(each not in pending.slots for pending in self._pending), "forgotten while in use"
             self.forgotten.append(each)
             self.medium.entries.pop(each, None)
+
+    def sync(self) -> int:
+        """What is forgotten is gone from the medium at once, but a test may hold `synced` back."""
+        self._sync_wanted += 1
+        if not self.holds_sync:
+            self.synced = self._sync_wanted
+        return self._sync_wanted
 
     @property
     def load_room(self) -> int:

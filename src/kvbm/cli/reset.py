@@ -50,5 +50,7 @@ def reset(
     for each, result in results.items():
         stay = f", {result.in_use} stay because they are in use" if result.in_use else ""
         print(f"  {tier_label(each)}: {result.dropped} blocks dropped{stay}")
+        if result.undone:
+            print(f"    those on disk may come back if the manager is killed now: {result.undone}")
     if not results:
         print("  no engine has connected yet: there is nothing to drop")

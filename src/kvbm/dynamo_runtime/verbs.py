@@ -74,4 +74,6 @@ def _status(tiers: list[TierReport]) -> dict[str, Any]:
 
 
 def _left(reply: ResetReply) -> str | None:
-    return f"{reply.in_use} blocks stay because they are in use" if reply.in_use else None
+    if reply.in_use:
+        return f"{reply.in_use} blocks stay because they are in use"
+    return f"blocks may come back if the manager is killed: {reply.undone}" if reply.undone else None

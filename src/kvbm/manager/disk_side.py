@@ -231,6 +231,11 @@ class DiskSide:
         self.held.emptied(slots)
         self.departed.emptied(Tier.DISK, keys, was_resident)
 
+    def sync(self) -> int:
+        """Have the medium make durable what was evicted by now; as `RunTier.sync`."""
+        self.void_emptied()
+        return self.medium.sync()
+
     def void_emptied(self) -> None:
         """Have the medium forget what was evicted, each stretch of slots in one write."""
         if not self._to_void:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from kvbm.admin_protocol import Snapshot, WhyQuery
+from kvbm.block import Tier
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, ProtocolError
 from kvbm.manager.administration import Administration
@@ -36,6 +37,7 @@ from kvbm.manager.membership import Membership
 from kvbm.manager.pins import Pins
 from kvbm.manager.prompt_why import PromptQuestions
 from kvbm.manager.requests import Requests
+from kvbm.manager.resets import Resets
 from kvbm.manager.scrapes import Scrapes
 from kvbm.manager.session import Session
 from kvbm.manager.snapshots import Snapshots
@@ -47,7 +49,6 @@ from kvbm.protocol import (
     Hello,
     Message,
     Reset,
-    ResetReply,
     Status,
     StatusQuery,
 )
@@ -91,6 +92,7 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self.sessions: dict[int, Session] = {}
         self._door = Door(listener, self._selector, self.sessions, frozenset(peer_uids), TICK_S)
+        self._resets = Resets(clock)
         self._followers = Followers(clock, self.sessions.get, self.spaces.namespace_of)
         self._announcements = Announcements(self.sessions.get)
         self._events = self._event_stream(publisher) if publisher is not None else None
@@ -181,6 +183,7 @@ class Server:
         self._unfinished = self._announcements.tell() or self._unfinished
         if self._events is not None:
             self._unfinished = self._events.tell() or self._unfinished
+        self._resets.answer()
         self._end_failed(spaces)
         self._update_sessions()
         if self._clock() >= self._tick_at_s:
@@ -346,7 +349,8 @@ class Server:
             # Its keys are other ones from now on; blocks under the old keys may be another engine's.
             spaces = [] if self.membership.shared(engine) else [engine.space]
         results = [space.clear(message.tier) for space in spaces]
-        session.send(ResetReply(dropped=sum(r[0] for r in results), in_use=sum(r[1] for r in results)))
+        on_disk = spaces if message.tier in ("", Tier.DISK.name.lower()) else []
+        self._resets.note(session, on_disk, sum(r[0] for r in results), sum(r[1] for r in results))
 
     def _announce_tiers(self, session: Session, message: Announce) -> None:
         engine = self.membership.led_by(session)

@@ -148,7 +148,16 @@ class RunTier(Protocol):
     def forget(self, slot: SlotIndex, count: int = 1) -> None:
         """The manager evicted these slots. No load or store of them is pending, and no load of them follows.
 
-        Once `drain` or `close` has returned they are not found any more; after a crash before that they may be."""
+        Once `drain` or `close` has returned they are not found any more; after a crash before that they may be, unless
+        `sync` says otherwise."""
+
+    def sync(self) -> int:
+        """Begin to make durable what was forgotten. When `synced` has reached the number that is returned, the blocks
+        that were forgotten before this call are not found even after a crash."""
+
+    @property
+    def synced(self) -> int:
+        """See `sync`."""
 
     def poll(self) -> list[Completion]:
         """The completions since the last call; never blocks."""

@@ -144,21 +144,13 @@ class ClaimedDirectory:
     def write_meta(self, meta: DirectoryMeta) -> None:
         """Replace `meta.json` as a whole. Raises OSError."""
         text = encode_meta(meta)
-        fd = self.open_new(META_NAME)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        fd = self._syscalls.open(META_NAME + NEW_SUFFIX, flags, dir_fd=self.dir_fd)
         try:
             write_fully(self._syscalls, fd, [memoryview(text)], 0, alignment=1)
         finally:
             self._syscalls.close(fd)
-        self.replace(META_NAME)
-
-    def open_new(self, name: str) -> int:
-        """A new, empty file, which takes the place of the one with this name at `replace`. Raises OSError."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        return self._syscalls.open(name + NEW_SUFFIX, flags, dir_fd=self.dir_fd)
-
-    def replace(self, name: str) -> None:
-        """Give the file that `open_new` made its name. Raises OSError."""
-        self._syscalls.rename(name + NEW_SUFFIX, name, dir_fd=self.dir_fd)
+        self._syscalls.rename(META_NAME + NEW_SUFFIX, META_NAME, dir_fd=self.dir_fd)
 
     def vanished(self) -> str:
         """Empty, or one phrase saying that the path no longer leads to this directory."""

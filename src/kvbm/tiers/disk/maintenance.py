@@ -84,6 +84,9 @@ class Maintenance:
         self.medium: DiskMedium | None = None
         self._home: Path | None = None
         self._voids = Voids(slot_count)
+        self._sync_wanted, self._sync_queued = 0, False
+        self.synced = 0
+        """As `RunTier.synced`."""
         self._looking = False
         self._opening: Opening | None = None
         self.is_opening = False
@@ -127,7 +130,7 @@ class Maintenance:
 
     def _open_anew(self) -> list[RecoveredBlock]:
         """Raises SettingsError, TierError."""
-        options, before = self._options, self.medium
+        options, before, sync_wanted = self._options, self.medium, self._sync_wanted
         if before is not None:
             self.medium = None
             before.close(remove=not options.persist)
@@ -139,6 +142,9 @@ class Maintenance:
             while (stretch := self._voids.take()) is not None:
                 self._void(medium, stretch)
                 forgotten.update(stretch)
+            if sync_wanted > self.synced:
+                medium.sync()
+                self.synced = sync_wanted
         except OSError as error:
             medium.close(remove=not options.persist)
             text = f"disk tier: cannot read the journal in {medium.path}: {reason_of(error)}"
@@ -162,6 +168,29 @@ class Maintenance:
         """A store is about to void these slots: no void that was queued before may be written after it. Waits for one
         that is being written. Returns the slots with such voids: if the store fails, `forget` them again."""
         return self._voids.overtake(slot, count)
+
+    def sync(self) -> int:
+        """As `RunTier.sync`."""
+        self._sync_wanted += 1
+        if not self._sync_queued:
+            self._sync_queued = True
+            self._thread.run(self._sync)
+        return self._sync_wanted
+
+    def _sync(self) -> None:
+        self._sync_queued = False
+        wanted, medium = self._sync_wanted, self.medium
+        if self._fault.text or medium is None:
+            return  # that is done when it is opened again
+        try:
+            while (stretch := self._voids.take()) is not None:
+                self._void(medium, stretch)
+            medium.sync()
+        except OSError as error:
+            self._fault.turn_off("voiding slots in the journal", error)
+        else:
+            self.synced = wanted
+        self._wake()
 
     def _write_voids(self) -> None:
         for _ in range(STRETCHES_AT_ONCE):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.layout import PAGE_BYTES, BlockLayout, Namespace
 from kvbm.tiers.contract import BlockEnd, BlockHead, RecoveredBlock
 from kvbm.tiers.disk.block_io import BlockIo, BufferStillInUse, RunBuffers
-from kvbm.tiers.disk.directory import JOURNAL_NAME, ClaimedDirectory
+from kvbm.tiers.disk.directory import JOURNAL_NAME, NEW_SUFFIX, ClaimedDirectory
 from kvbm.tiers.disk.facts_file import FactsFile
 from kvbm.tiers.disk.geometry import AS_PARAMETERS, RECORD_BYTES, DiskSetting
 from kvbm.tiers.disk.journal import Journal, is_void
@@ -239,6 +240,10 @@ class DiskMedium:
         """These slots hold nothing from now on. Raises OSError."""
         self._journal.void(slot, count)
 
+    def sync(self) -> None:
+        """Make the journal durable. Raises OSError."""
+        self._syscalls.fdatasync(self._journal.fd)
+
     def _try_void(self, slot: int, count: int = 1) -> None:
         """`void` on a medium that may be failing."""
         with contextlib.suppress(OSError):  # the slot is voided when it fails again
@@ -288,11 +293,12 @@ class DiskMedium:
 
     def _move_journal(self) -> None:
         """Put a copy in the journal's place, on other pages of the medium. Raises OSError."""
-        directory, worn_fd = self._directory, self._journal.fd
-        fd = directory.open_new(JOURNAL_NAME)
+        dir_fd, worn_fd, name = self._directory.dir_fd, self._journal.fd, JOURNAL_NAME + NEW_SUFFIX
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        fd = self._syscalls.open(name, flags, dir_fd=dir_fd)
         try:
             self._journal.move(fd)
-            directory.replace(JOURNAL_NAME)
+            self._syscalls.rename(name, JOURNAL_NAME, dir_fd=dir_fd)
         except BaseException:
             self._journal.fd = worn_fd
             self._syscalls.close(fd)

@@ -62,6 +62,9 @@ class Syscalls:
     def ftruncate(self, fd: int, length: int) -> None:
         os.ftruncate(fd, length)
 
+    def fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
     def touch(self, fd: int) -> None:
         """Set the file's time of modification to now."""
         os.utime(fd)

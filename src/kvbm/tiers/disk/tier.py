@@ -240,6 +240,13 @@ class DiskTier:
         if not self._closed:
             self._upkeep.forget(slot, count)
 
+    def sync(self) -> int:
+        return self._upkeep.sync()
+
+    @property
+    def synced(self) -> int:
+        return self._upkeep.synced
+
     def poll(self) -> list[Completion]:
         self._watch()
         return self._threads.collect()

@@ -175,3 +175,45 @@ def test_a_tier_without_threads_leaves_nothing(
         assert not thread.is_alive()
     assert os.listdir("/proc/self/fd") == descriptors
     assert not (tmp_path / "root").exists()
+
+
+def crash(bench: Bench) -> list[int]:
+    """The slots that are found after the process was killed: what was not written by then never is."""
+    medium, bench.tier._upkeep.medium = bench.tier._upkeep.medium, None
+    assert medium is not None
+    medium.close(remove=False)
+    bench.tier = bench.open()
+    return sorted(by_slot(bench.tier.recovered()))
+
+
+def test_what_was_forgotten_is_gone_for_ever_once_that_is_synced(bench: Bench) -> None:
+    for slot in range(4):
+        store(bench.tier, LAYOUT, make_key(slot), slot)
+    bench.kernel.shut("fdatasync")
+    bench.tier.forget(SlotIndex(1), 2)
+    first = bench.tier.sync()
+    bench.kernel.wait_entered()
+    assert bench.tier.synced < first
+    bench.tier.forget(SlotIndex(0))
+    second = bench.tier.sync()
+    bench.kernel.open_gate()
+    assert bench.tier.drain(DEADLINE_S)
+    assert first < second == bench.tier.synced
+    assert crash(bench) == [3]
+
+
+def test_what_was_forgotten_while_off_is_synced_when_the_tier_is_back(tmp_path: Path) -> None:
+    kernel = FaultySyscalls(1)
+    tier = open_disk_tier(tmp_path, LAYOUT, NAMESPACE, capacity_blocks=8, syscalls=kernel)
+    for slot in (1, 2):
+        store(tier, LAYOUT, make_key(slot), slot)
+    kernel.arm(FaultRule(operation="pwritev", fault=Fault.EIO, file="journal"))
+    tier.forget(SlotIndex(1))
+    number = tier.sync()
+    assert tier.drain(DEADLINE_S)
+    assert tier.fault and tier.synced < number
+    kernel.disarm()
+    assert heal(tier)
+    assert tier.synced == number
+    assert sorted(by_slot(tier.recovered())) == [2]
+    tier.close(keep=False)
