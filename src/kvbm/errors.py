@@ -55,5 +55,9 @@ class ManagerUnclear(KvbmError):
     """Several managers run, and none is named."""
 
 
+class MessageTooLong(KvbmError):
+    """A message over the bound of its protocol; it was not sent."""
+
+
 class ProtocolError(KvbmError):
     """A message that is not one of `protocol`'s, or is over its bound."""

@@ -11,21 +11,34 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvbm.errors import ProtocolError
-from kvbm.protocol import MESSAGE_BYTES_MAX, Message
+from kvbm.block import KEY_BYTES
+from kvbm.errors import MessageTooLong, ProtocolError
+from kvbm.protocol import FACTS_BYTES_MAX, MESSAGE_BYTES_MAX, STORED_KEYS_MAX, TOKEN_BYTES, Message
 
 LENGTH_BYTES = 4
 OUTGOING_BYTES_MAX = 32 << 20
 RECEIVE_BYTES = 1 << 18
+_VALUE_BYTES = 8
+"""More than msgpack spends on the length of one of many values."""
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message) -> bytes:
-    """One frame: length and body."""
+    """One frame: length and body. Raises MessageTooLong."""
     body = _encoder.encode(message)
-    assert len(body) <= MESSAGE_BYTES_MAX, "message over its bound"
+    if len(body) > MESSAGE_BYTES_MAX:
+        raise MessageTooLong(
+            f"a {type(message).__name__} of {len(body)} bytes cannot be sent: at most {MESSAGE_BYTES_MAX}"
+        )
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+def announced_keys_max(block_tokens: int) -> int:
+    """The most keys of one `Reserve` whose blocks may be announced: with tokens and facts it is no longer than a
+    message may be."""
+    each = 2 * KEY_BYTES + 1 + TOKEN_BYTES * block_tokens + FACTS_BYTES_MAX + _VALUE_BYTES
+    return max(1, min(STORED_KEYS_MAX, (MESSAGE_BYTES_MAX - FACTS_BYTES_MAX) // each))
 
 
 class FrameBuffer:

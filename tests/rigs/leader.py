@@ -119,11 +119,13 @@ class ScriptedDevice:
 class Bench:
     """A leader, and the words of the engine that drives it."""
 
-    def __init__(self, promise_early: bool = True, rank_count: int = 1, **modes: Any) -> None:
+    def __init__(
+        self, promise_early: bool = True, rank_count: int = 1, block_tokens: int = 4, **modes: Any
+    ) -> None:
         self.manager = ScriptedManager()
         self.clock = ManualClock(10.0)
         hello = Hello(version=PROTOCOL_VERSION, role="leader", engine="e", rank_count=rank_count)
-        self.leader = Leader(self.manager, hello, 4, promise_early, self.clock, **modes)  # type: ignore[arg-type]
+        self.leader = Leader(self.manager, hello, block_tokens, promise_early, self.clock, **modes)  # type: ignore[arg-type]
         assert self.manager.said() == [hello]
         self.manager.ready()
         self.step()

@@ -20,7 +20,6 @@ from kvbm.leader.offers import Offers
 from kvbm.leader.search import Search
 from kvbm.leader.stores import Answered, Stores
 from kvbm.leader.tracked import NOTHING_SAID, Scheduled, Tracked
-from kvbm.protocol import STORED_KEYS_MAX
 
 A_STATE = -1
 """The first block of an offer of a recurrent state, in place of one in the chain; of a tail, less its boundary."""
@@ -38,9 +37,10 @@ class GroupOffers(Offers):
         requests: Mapping[str, Tracked],
         keys: RequestKeys,
         clock: Clock,
+        block_tokens: int,
         grouping: Grouping,
     ) -> None:
-        super().__init__(stores, requests, keys, clock)
+        super().__init__(stores, requests, keys, clock, block_tokens)
         self._grouping = grouping
 
     def found(self, search: Search, full: int) -> None:
@@ -96,7 +96,7 @@ class GroupOffers(Offers):
     def _offer_chain(self, request: str, tracked: Tracked, tables: Tables, end: int) -> None:
         step, start = self._grouping.step, self._grouping.floor(tracked.stored)
         per_step = max(1, len(self._grouping.chain(0, step)))
-        end = min(end, start + STORED_KEYS_MAX // per_step * step)
+        end = min(end, start + max(1, self._blocks_max(tracked) // max(per_step, step)) * step)
         places = self._grouping.chain(start, end)
         if not places:
             tracked.stored = end

@@ -98,7 +98,7 @@ class Leader:
         self._keys = RequestKeys(self._link, self._weights.salt)
         self.client_words = ClientWords(self._link, self._keys, self.requests)
         self._questions = Questions(self._link, self.lookups, self.requests, self._keys, mirror)
-        offering = self.stores, self.requests, self._keys, clock
+        offering = self.stores, self.requests, self._keys, clock, block_tokens
         self._offers = Offers(*offering) if grouping is None else GroupOffers(*offering, grouping)
         self.announced = Announced(self._link, clock, announces)
         self._renewal = Renewal(

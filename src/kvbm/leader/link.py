@@ -12,7 +12,7 @@ from kvbm.client.channel import Channel
 from kvbm.client.finder import Finder
 from kvbm.client.mirror import Mirror
 from kvbm.clock import Clock
-from kvbm.errors import ManagerUnavailable
+from kvbm.errors import ManagerUnavailable, MessageTooLong
 from kvbm.present.numbers import name_ranks
 from kvbm.protocol import Announce, FromManager, HeldBlocks, Hello, Message, Ready, Refused, Welcome
 from kvbm.settings import variable
@@ -55,7 +55,7 @@ class Link(Protocol):
         """The messages that arrived."""
 
     def send(self, message: Message) -> bool:
-        """False when there is no session."""
+        """False when there is no session, or the message is too long."""
 
     def in_one_write(self) -> AbstractContextManager[None]:
         """What is sent inside leaves together."""
@@ -123,13 +123,16 @@ class ManagerLink:
         return [message for message in messages if not self._is_own(message)]
 
     def send(self, message: Message) -> bool:
-        """False when there is no session."""
+        """False when there is no session, or the message is too long."""
         if self._channel is None:
             return False
         try:
             self._channel.queue(message)
             if not self._collecting or self._channel.queued_bytes > _COLLECTED_BYTES_MAX:
                 self._channel.flush()
+        except MessageTooLong as error:
+            log.warning("a request is computed without the KV cache: %s", error)
+            return False
         except ManagerUnavailable as error:
             self._lose(str(error))
             return False

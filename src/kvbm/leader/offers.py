@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvbm.block import KEY_BYTES
 from kvbm.clock import Clock
+from kvbm.framing import announced_keys_max
 from kvbm.leader.keys import RequestKeys
 from kvbm.leader.search import Search
 from kvbm.leader.stores import Answered, Stores
@@ -18,8 +19,14 @@ class Offers:
     `scheduled`."""
 
     def __init__(
-        self, stores: Stores, requests: Mapping[str, Tracked], keys: RequestKeys, clock: Clock
+        self,
+        stores: Stores,
+        requests: Mapping[str, Tracked],
+        keys: RequestKeys,
+        clock: Clock,
+        block_tokens: int,
     ) -> None:
+        self._announced_max = announced_keys_max(block_tokens)
         self._stores = stores
         self._requests = requests
         self._keys = keys
@@ -44,7 +51,7 @@ class Offers:
         if tracked.keep is not None and not tracked.keep(0.0):
             return
         table = entry.device_blocks()
-        end = min(end, len(table), start + STORED_KEYS_MAX)
+        end = min(end, len(table), start + self._blocks_max(tracked))
         if end <= start:
             return
         before = KEY_BYTES if start else 0  # the parent is named with its children
@@ -65,6 +72,10 @@ class Offers:
             tenant=tracked.asker.tenant,
         ):
             tracked.stored = end
+
+    def _blocks_max(self, tracked: Tracked) -> int:
+        """How many blocks go into one message; those behind them are offered in the next step."""
+        return STORED_KEYS_MAX if tracked.says is None else self._announced_max
 
     def found(self, search: Search, full: int) -> None:
         """A lookup was answered (see `GroupOffers`)."""

@@ -12,6 +12,7 @@ from kvbm.block import KEY_BYTES
 from kvbm.hashing import derive_key, join_keys, keys_in_space, space_mask
 from kvbm.hints import UNHINTED, ClientHint, Verdict
 from kvbm.leader.retry import Retry
+from kvbm.protocol import FACTS_BYTES_MAX
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,9 +127,11 @@ class Tracked:
         return not self.outdated and self.extras is not None and self.asker.hint.store
 
     def said(self, start: int, end: int, before: bytes) -> Said:
-        """What is said of these blocks, behind the one that the engine calls `before`; nothing without events."""
+        """What is said of these blocks, behind the one that the engine calls `before`; nothing without events, and
+        where it would be too long."""
         said = self.says(start, end) if self.says is not None else NOTHING_SAID
-        return said._replace(before=before) if said.tokens else NOTHING_SAID
+        too_long = max(map(len, said.facts), default=0) > FACTS_BYTES_MAX
+        return said._replace(before=before) if said.tokens and not too_long else NOTHING_SAID
 
     @property
     def wanted(self) -> int:

@@ -11,15 +11,25 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from kvbm.block import KEY_BYTES
+from kvbm.framing import announced_keys_max
 from kvbm.hashing import join_keys
 from kvbm.manager.held_keys import KeyListener
 from kvbm.manager.session import Session
 from kvbm.manager.slot_facts import SlotFacts, TierListener
 from kvbm.manager.space import Space
-from kvbm.protocol import HeldBlocks, Message, RemovedBlocks, StoredRun, TierEvents
+from kvbm.protocol import (
+    TOKEN_BYTES,
+    HeldBlocks,
+    Message,
+    RemovedBlocks,
+    StoredRun,
+    TierEvents,
+)
 
 TOLD_AT_ONCE = 256
 """Stored blocks of a tier in one message; a turn sends each leader one."""
+TIERS_MAX = 8
+"""So many tiers fit into one message, however large their blocks are."""
 REMOVED_AT_ONCE = 4096
 """Removed ones, of which there is only a hash to tell."""
 KEYS_AT_ONCE = 4096
@@ -161,7 +171,8 @@ def _runs(listener: TierListener) -> Iterator[StoredRun]:
     """The next blocks to tell of, those that follow one another in a chain together."""
     hashes, before, tokens, facts = list[bytes](), b"", list[bytes](), list[bytes]()
     tier = listener.facts.tier
-    for fact in listener.take_stored(TOLD_AT_ONCE):
+    share = announced_keys_max(listener.facts.token_bytes // TOKEN_BYTES) // TIERS_MAX
+    for fact in listener.take_stored(min(TOLD_AT_ONCE, share)):
         if hashes and fact.before != hashes[-1]:
             yield _run(tier, hashes, before, tokens, facts)
             hashes, tokens, facts = [], [], []

@@ -19,12 +19,13 @@ from kvbm.manager.history import UNAVAILABLE, History
 from kvbm.manager.leases import Lease
 from kvbm.manager.membership import Membership
 from kvbm.manager.session import Session
-from kvbm.manager.slot_facts import TOKEN_BYTES, SlotFact, note_facts
+from kvbm.manager.slot_facts import SlotFact, note_facts
 from kvbm.manager.space import Space
 from kvbm.manager.traffic import Traffic
 from kvbm.observe import moves_log
 from kvbm.protocol import (
     REFUSED,
+    TOKEN_BYTES,
     Commit,
     CopiesHang,
     FenceDone,

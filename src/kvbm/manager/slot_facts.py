@@ -15,10 +15,8 @@ from typing import NamedTuple
 
 from kvbm.block import KEY_BYTES, BlockKey, Tier
 from kvbm.manager.pool import SlotPool
-from kvbm.protocol import HELD
+from kvbm.protocol import FACTS_BYTES_MAX, HELD, TOKEN_BYTES
 
-TOKEN_BYTES = 4
-FACTS_BYTES_MAX = 1024
 """A block of which the engine says more than so much is not announced."""
 
 _UNKNOWN, _FILLING, _HELD = range(3)

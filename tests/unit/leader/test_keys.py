@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 
-from kvbm.block import BlockKey
-from kvbm.framing import encode
+from kvbm import framing
+from kvbm.block import KEY_BYTES, BlockKey
+from kvbm.framing import announced_keys_max, encode
 from kvbm.hashing import derive_key, join_keys, split_keys
 from kvbm.leader.salt import KeySalt
+from kvbm.leader.tracked import Answer, Said, Scheduled
 from kvbm.protocol import (
+    FACTS_BYTES_MAX,
     KEYS_PER_MESSAGE_MAX,
     MESSAGE_BYTES_MAX,
     STORED_KEYS_MAX,
+    TOKEN_BYTES,
     Lookup,
     Reserve,
 )
@@ -144,3 +148,74 @@ def test_the_longest_reservation_and_the_longest_lookup_fit_into_a_message() -> 
     lookup = Lookup(lookup=2**62, keys=bytes(32) * KEYS_PER_MESSAGE_MAX, skip=KEYS_PER_MESSAGE_MAX)
     for message in (reserve, lookup):
         assert len(encode(message)) <= MESSAGE_BYTES_MAX
+
+
+@pytest.mark.parametrize("block_tokens", [1, 16, 128, 4096])
+def test_the_longest_reservation_of_blocks_that_are_announced_fits_into_a_message(block_tokens: int) -> None:
+    count = announced_keys_max(block_tokens)
+    hashes = bytes(KEY_BYTES) * count
+    facts = (bytes(FACTS_BYTES_MAX),) * count
+    reserve = Reserve(
+        store=2**62,
+        parent=bytes(KEY_BYTES),
+        keys=hashes,
+        hashes=hashes,
+        groups=bytes(count),
+        tokens=bytes(TOKEN_BYTES * block_tokens * count),
+        before=bytes(KEY_BYTES),
+        facts=facts,
+        tenant="t" * 64,
+    )
+    assert MESSAGE_BYTES_MAX * 0.98 < len(encode(reserve)) <= MESSAGE_BYTES_MAX
+
+
+MANY = 65_536
+
+
+def announced(facts_bytes: int = 0) -> Callable[[int, int], Said]:
+    """What is said of blocks of 16 tokens, with so many bytes of facts for each."""
+
+    def says(start: int, end: int) -> Said:
+        facts = (bytes(facts_bytes),) * (end - start) if facts_bytes else ()
+        return Said(bytes(64 * (end - start)), facts=facts)
+
+    return says
+
+
+def test_a_request_of_a_million_tokens_is_offered_in_pieces(make_bench: Callable[..., Bench]) -> None:
+    """It lies on the device when the engine gets to it; its blocks have hashes beside their keys, tokens and facts."""
+    bench = make_bench(block_tokens=16)
+    hashes = [number.to_bytes(KEY_BYTES, "big") for number in range(MANY)]
+    bench.leader.request_added("r", hashes, ADAPTER, MANY, says=announced(facts_bytes=100))
+    table = range(MANY)
+    offered: list[Reserve] = []
+    for _ in range(500):  # a socket takes a part of a message at a time
+        bench.leader.step([Scheduled("r", MANY, lambda: table)], (), 0, False)
+        offered += [each for each in bench.manager.said() if isinstance(each, Reserve)]
+    assert b"".join(each.hashes for each in offered) == b"".join(hashes)
+    assert all(len(each.tokens) == 2 * len(each.keys) for each in offered)
+    assert len(offered) == -(-MANY // announced_keys_max(16))
+
+
+def test_blocks_of_which_too_much_would_be_said_are_stored_without_it(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(block_tokens=16)
+    bench.leader.request_added("r", HASHES[:3], b"", 0, says=announced(facts_bytes=FACTS_BYTES_MAX + 1))
+    bench.manager.said()
+    bench.step({"r": 3})
+    (reserve,) = bench.manager.said()
+    assert (len(split_keys(reserve.keys)), reserve.tokens, reserve.facts) == (3, b"", ())
+
+
+def test_a_message_that_is_too_long_costs_its_request_the_cache_and_no_other(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = make_bench()
+    monkeypatch.setattr(framing, "MESSAGE_BYTES_MAX", 1000)
+    bench.leader.request_added("long", HASHES, b"", 0)
+    assert bench.leader.matched("long", 0) == Answer()
+    bench.step({"long": 40})
+    assert bench.manager.said() == []
+    assert "computed without the KV cache: a Lookup of" in caplog.text
+    bench.load(5, request="short")

@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from kvbm.block import BlockKey, Tier
+from kvbm.block import KEY_BYTES, BlockKey, Tier
+from kvbm.framing import encode
 from kvbm.hashing import join_keys, split_keys
 from kvbm.manager import announcements
+from kvbm.manager.announcements import next_events
+from kvbm.manager.slot_facts import SlotFact, SlotFacts
 from kvbm.protocol import (
+    FACTS_BYTES_MAX,
+    TOKEN_BYTES,
     Announce,
     Lookup,
     LookupReply,
@@ -206,3 +211,22 @@ def test_facts_that_do_not_fit_their_blocks_are_nonsense(
     fields = {"store": 1, "parent": b"", "keys": join_keys(KEYS[:2]), **wrong}
     leader.send(Reserve(**fields))  # type: ignore[arg-type]  # by name
     assert refusal(leader).startswith("reserve ")
+
+
+def test_blocks_of_many_tokens_are_told_of_in_messages_within_the_bound() -> None:
+    """A turn's message has some of each tier."""
+    block_tokens = 16_384
+    tokens = bytes(TOKEN_BYTES * block_tokens)
+    listeners = []
+    for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE):
+        facts = SlotFacts(tier, 100, block_tokens)
+        for slot in range(100):
+            facts.note(slot, SlotFact(slot.to_bytes(KEY_BYTES, "big"), b"", tokens, bytes(FACTS_BYTES_MAX)))
+        facts.committed(range(100))
+        listeners.append(facts.listen())
+    told = 0
+    while not all(listener.complete for listener in listeners):
+        removed, stored = next_events(listeners)
+        encode(TierEvents(removed=removed, stored=stored))
+        told += sum(len(run.hashes) // KEY_BYTES for run in stored)
+    assert told == 300
