@@ -15,12 +15,15 @@ from kvbm.manager.leases import PINS, Lease
 from kvbm.manager.lookups import LEASE_S
 from kvbm.manager.session import Session
 from kvbm.manager.space import Space
+from kvbm.observe.line_budget import LineBudget
 from kvbm.present.numbers import name_ranks
 from kvbm.protocol import PROTOCOL_VERSION, Hello, Ready, Welcome
 
 log = logging.getLogger("kvbm.manager")
 
 RANKS_MAX = 1024
+ENDED_LINES_MAX = 8
+"""Engines that end and have a line of their own, in a minute."""
 LEASED_SHARE = 0.75
 """Leases of all engines together may take this part of host memory. The rest is for stores."""
 ATTACH_S = 60.0
@@ -48,6 +51,7 @@ class Membership:
         self._engines: dict[str, Engine] = {}
         # Leaders whose workers have not come yet, and since when, for those that have not been sent the missing ranks.
         self._labels = EngineLabels()
+        self._ended_lines = LineBudget(ENDED_LINES_MAX, 60.0, clock)
         self._early: dict[str, Session] = {}
         self._early_since_s: dict[str, float] = {}
 
@@ -151,7 +155,8 @@ class Membership:
 
     def _forget_if_gone(self, engine: Engine) -> None:
         if engine.empty:
-            log.info("engine %s has gone", engine.name)
+            if self._ended_lines.admits():
+                log.info("engine %s has gone%s", engine.name, self._ended_lines.take_left_out())
             del self._engines[engine.name]
             unusable = engine.space.failure or self._spaces.namespace_of(engine.space).ephemeral
             if unusable and not self.shared(engine):

@@ -11,6 +11,7 @@ from kvbm.block import Tier
 from kvbm.clock import Clock
 from kvbm.layout import BlockLayout
 from kvbm.observe.hit_rates import HitCounts, HitRateLog, HitRateWindow
+from kvbm.observe.line_budget import LineBudget
 from kvbm.observe.log import traffic_line
 from kvbm.observe.metrics import Metrics
 from kvbm.observe.unread import UnreadAlarm
@@ -20,6 +21,8 @@ from kvbm.settings import Settings
 log = logging.getLogger("kvbm.traffic")
 
 SUMMARY_INTERVAL_S = 60.0
+ENGINE_LINES_MAX = 8
+"""Engines that have a line of hit rates in one interval of these."""
 _ENGINES_MAX = 64
 CACHES = (Tier.HOST, Tier.DISK, Tier.REMOTE)
 PREFILL_S_MAX = 86400.0
@@ -46,6 +49,7 @@ class Traffic:
         self._clock = clock
         self._window = HitRateWindow(settings.stats_window_requests)
         self._engines: dict[str, _EngineHits] = {}
+        self._hit_lines = LineBudget(ENGINE_LINES_MAX, max(settings.stats_log_interval_s, 1), clock)
         self._summary_at_s = clock() + SUMMARY_INTERVAL_S
         self._before = metrics.snapshot()
         self._unread = UnreadAlarm(clock, self._before)
@@ -138,10 +142,13 @@ class Traffic:
         self.metrics.set("kvbm_object_cache_hit_rate", totals.remote_rate)
 
     def tick(self, engines: Collection[str]) -> None:
-        """Log the lines that are due; `engines` are the present ones."""
-        for hits in self._engines.values():
-            if line := hits.log.line(hits.window.totals()):
+        """Log the lines that are due; `engines` are the present ones. Those of many engines wait for their turns."""
+        for name, hits in list(self._engines.items()):
+            if not self._hit_lines.has_room():
+                break
+            if (line := hits.log.line(hits.window.totals())) and self._hit_lines.admits():
                 log.info(line)
+                self._engines[name] = self._engines.pop(name)  # its next turn comes after all others'
         # After its last line; an engine that comes back under its name starts a log of its own.
         self._engines = {name: hits for name, hits in self._engines.items() if name in engines}
         if self._clock() >= self._summary_at_s:

@@ -279,8 +279,8 @@ class Settings(RemoteSettings, frozen=True, kw_only=True):
     stats_log_interval_s: Annotated[
         int,
         Setting("DYN_KVBM_CACHE_STATS_LOG_INTERVAL_SECS", kind=Kind.SECONDS),
-        "least time between two lines of hit rates in the log",
-    ] = 5
+        "least time between two lines of hit rates of an engine in the log, with eight engines at most in that time",
+    ] = 60
     consolidator: Annotated[
         bool,
         Setting("DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR", reader="engine"),

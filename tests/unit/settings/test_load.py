@@ -76,7 +76,7 @@ def test_defaults_are_the_schema_of_the_original():
     assert (settings.init_timeout_s, settings.stats_window_requests, settings.stats_log_interval_s) == (
         1800,
         1000,
-        5,
+        60,
     )
     assert settings.disk_offload_filter
     assert settings.disk_o_direct
