@@ -13,6 +13,7 @@ PARTS = {
     "frozen": "benchmarks.frozen_disk",
     "manager": "benchmarks.manager",
     "crowd": "benchmarks.crowd_manager",
+    "turns": "benchmarks.loop_turns",
     "events": "benchmarks.events",
     "scheduler": "benchmarks.scheduler_thread",
     "ttft": "benchmarks.ttft",

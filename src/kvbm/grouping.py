@@ -7,13 +7,12 @@ import itertools
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import lru_cache
 from math import lcm
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from kvbm.block import KEY_BYTES, BlockKey
 from kvbm.groups import GROUPS_MAX, Group, GroupKind, looking_back
 from kvbm.hashing import join_keys, split_keys
-
-Found = TypeVar("Found")
+from kvbm.slices import at_once
 
 WINDOWS = (GroupKind.WINDOW, GroupKind.CHUNK)
 """Kinds whose blocks exist wherever a prompt was just computed; a recurrent state only where the engine keeps one."""
@@ -199,16 +198,6 @@ class Grouping:
         )
         masks = b"".join(map(_mask, (number for number, _ in places)))
         return split_keys(_xor(plain, masks))
-
-
-def at_once(search: Generator[None, None, Found]) -> Found:
-    """The result of a search that gives nobody else a turn."""
-    while True:
-        try:
-            next(search)
-        except StopIteration as end:
-            found: Found = end.value
-            return found
 
 
 def sources_of_prompt(sources: bytes, blocks: int) -> bytes:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvbm.block import BlockState, Tier
-from kvbm.manager.pool import SlotPool
+from kvbm.manager.pool import ABORTED, SlotPool
 from kvbm.policy import make_policy
 from kvbm.policy.registry import EVICTION
 from kvbm.policy.shares import ACTIVE_S
@@ -65,8 +65,8 @@ class FavoursMachine(RuleBasedStateMachine):
 
     # ---- the oracle
 
-    def emptied(self, slots: Sequence[int], keys: Sequence[Key], was_resident: bool) -> None:
-        self.gone += [(key, was_resident) for key in keys]
+    def emptied(self, slots: Sequence[int], keys: Sequence[Key], reason: str) -> None:
+        self.gone += [(key, reason != ABORTED) for key in keys]
 
     def held(self) -> Counter[str]:
         return Counter(owner(key) for key in self.pool._slots)

@@ -13,8 +13,8 @@ from hypothesis.stateful import invariant, precondition, rule
 from kvbm.block import BlockState
 from kvbm.manager.disk_health import HEAL_S_MAX
 from kvbm.manager.host_side import SpaceOptions
-from kvbm.manager.lookups import advance
 from kvbm.policy import LeafFirstLru
+from kvbm.slices import advance
 from kvbm.tiers.contract import Completion, RunTier
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 from model.manager_machine import (
@@ -119,7 +119,7 @@ class FakeTierMachine(ManagerMachine):
     @invariant()
     def the_medium_has_the_blocks_of_the_index(self) -> None:
         """The medium has every block that the manager has in its index of the disk, unless it lost or dropped it."""
-        if not hasattr(self, "space") or self.fake.fault:
+        if not hasattr(self, "space") or self.fake.fault or self.space.clearing:
             return
         assert self.space.disk is not None
         for slot, entry in self.medium.entries.items():
@@ -141,7 +141,7 @@ class FakeTierMachine(ManagerMachine):
 class StagingMachine(FakeTierMachine):
     """Disk without host: host memory is only the way there."""
 
-    options = SpaceOptions(staging=True, in_flight_max=4, brought_at_once=1)
+    options = SpaceOptions(staging=True, in_flight_max=4, brought_at_once=1, tidied_at_once=1)
 
 
 class StrictLru(LeafFirstLru):

@@ -19,7 +19,7 @@ from kvbm.hashing import split_keys
 from kvbm.manager import announcements
 from kvbm.manager.announcements import KeysAccount
 from kvbm.manager.held_keys import HeldKeys
-from kvbm.manager.pool import SlotPool
+from kvbm.manager.pool import ABORTED, RESET, SlotPool
 from kvbm.policy import LeafFirstLru
 from kvbm.protocol import HeldBlocks
 from rigs.property_tests import scale_examples
@@ -100,9 +100,9 @@ class MirrorMachine(RuleBasedStateMachine):
     def new_pool(self, tier: Tier) -> SlotPool[BlockKey]:
         index = self.index[tier]
 
-        def emptied(slots: Sequence[int], keys: Sequence[BlockKey], was_resident: bool) -> None:
+        def emptied(slots: Sequence[int], keys: Sequence[BlockKey], reason: str) -> None:
             index.emptied(slots)
-            if was_resident:
+            if reason not in (ABORTED, RESET):
                 self.held[tier] -= set(keys)
 
         pool: SlotPool[BlockKey] = SlotPool(tier, SLOTS[tier], LeafFirstLru(SLOTS[tier]), emptied)
@@ -149,7 +149,11 @@ class MirrorMachine(RuleBasedStateMachine):
     @rule(tier=tiers)
     def clear(self, tier: Tier) -> None:
         self.pools[tier].clear()
-        assert not self.held[tier]
+        self.held[tier].clear()
+
+    @rule(tier=tiers)
+    def forget_one_that_was_cleared(self, tier: Tier) -> None:
+        next(self.pools[tier].tidying(1), None)
 
     @rule(tier=tiers, sent=st.integers(1, 4))
     def all_go_and_come_back(self, tier: Tier, sent: int) -> None:
@@ -158,6 +162,7 @@ class MirrorMachine(RuleBasedStateMachine):
             reader.send(sent, self.held)
         keys = sorted(self.held[tier], reverse=True)
         self.pools[tier].clear()
+        self.held[tier].clear()
         if keys:
             slots = self.pools[tier].reserve_chain(keys, None, self.tick())
             self.pools[tier].commit_all(slots)

@@ -9,11 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from kvbm.grouping import at_once
 from kvbm.hints import ClientHint, read_hint
 from kvbm.manager import prefetching
 from kvbm.manager.disk_health import HEAL_S_MAX
 from kvbm.manager.prefetching import Cause
+from kvbm.slices import at_once
 from kvbm.tiers.contract import RunTier
 from model.manager_machine import CHAINS, DISK_SLOTS, LAYOUT, ManagerMachine, chains, pick, positions
 from rigs.fake_tier import FakeMedium, FakeTier

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvbm.block import BlockKey
 from kvbm.hints import ClientHint, read_hint
 from kvbm.manager.foresight import Decided
-from kvbm.manager.lookups import advance
+from kvbm.slices import advance
 from rigs.space import ME, Bench
 
 

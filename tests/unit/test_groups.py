@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvbm.grouping import at_once
 from kvbm.groups import LOOKED_BACK_AT_ONCE, Group, GroupKind, looking_back
+from kvbm.slices import at_once
 
 FULL = Group()
 WINDOW = Group(kind=GroupKind.WINDOW, reach=4)

@@ -14,7 +14,6 @@ import msgspec
 from kvbm.block import BlockKey
 from kvbm.clock import Clock
 from kvbm.errors import CopyHung, SettingsError
-from kvbm.grouping import at_once
 from kvbm.hashing import EngineKeys
 from kvbm.hints import UNHINTED, ClientHint
 from kvbm.layout import BlockLayout, Namespace
@@ -33,6 +32,7 @@ from kvbm.policy import AdmissionPolicy
 from kvbm.protocol import HELD
 from kvbm.settings import Settings, container_limit_bytes, parse_size
 from kvbm.settings.places import default_runtime_dir
+from kvbm.slices import at_once
 from kvbm.tiers.contract import RunTier
 from kvbm.tiers.disk.geometry import DiskSetting
 from kvbm.tiers.disk.tier import open_disk_tier

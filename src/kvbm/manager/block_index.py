@@ -11,7 +11,7 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 """The key of a block and of the chain up to it: `BlockKey` in the manager, a number in the simulator."""
 KeyT_contra = TypeVar("KeyT_contra", bound=Hashable, contravariant=True)
 
-_FILLING, _RESIDENT = int(BlockState.FILLING), int(BlockState.RESIDENT)
+_FREE, _FILLING, _RESIDENT = int(BlockState.FREE), int(BlockState.FILLING), int(BlockState.RESIDENT)
 _SHORT_CHAIN = 128
 _RUN_STEP = 8
 _SCATTERED_MAX = 16
@@ -25,6 +25,8 @@ class BlockIndex(Generic[KeyT]):
         self._slots: dict[KeyT, int] = {}
         self._keys: list[KeyT | None] = [None] * slot_count
         self._state = state
+        self.cleared_count = 0
+        """Free slots whose former block is still in the index. It cannot be found, and is forgotten later."""
 
     def find(self, key: KeyT) -> SlotIndex | None:
         """The slot that holds the block, resident; None otherwise (also while it is being filled)."""
@@ -67,18 +69,21 @@ class BlockIndex(Generic[KeyT]):
 
     def slots_of(self, keys: Iterable[KeyT]) -> list[int]:
         """The slot that holds each of the blocks, resident or being filled; NO_SLOT for one that is not held."""
-        return [self._slots.get(key, NO_SLOT) for key in keys]
+        return [self._slots[key] if self.holds(key) else NO_SLOT for key in keys]
 
     def holds(self, key: KeyT) -> bool:
         """Whether the block is resident or being filled."""
-        return key in self._slots
+        slot = self._slots.get(key)
+        return slot is not None and self._state[slot] != _FREE
 
     def held(self, keys: Iterable[KeyT]) -> bytes:
         """`holds` for each of the keys, a byte each: 1 or 0."""
-        return bytes(map(self._slots.__contains__, keys))
+        return bytes(map(self.holds if self.cleared_count else self._slots.__contains__, keys))
 
     def holds_any(self, keys: Iterable[KeyT]) -> bool:
         """`holds` for at least one of the keys."""
+        if self.cleared_count:
+            return any(map(self.holds, keys))
         return not self._slots.keys().isdisjoint(keys)
 
     def _run_length(self, slot: int, keys: list[KeyT], start: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 from kvbm.block import BlockKey
@@ -104,11 +104,15 @@ class Deadlines:
                 heapq.heappush(self._due, (again_s, next(self._serial), batch))
         return dropped
 
-    def clear(self) -> None:
-        """All blocks were dropped: none of them can come back."""
-        self._batches.clear()
-        self._count_of.clear()
-        self._due.clear()
+    def clearing(self) -> Iterator[None]:
+        """All blocks were dropped, and none of them can come back: forget what was noted by now, in slices."""
+        due, batches = self._due, self._batches
+        self._due, self._batches, self._count_of = [], {}, Counter()
+        while due or batches:
+            del due[-DROPPED_AT_ONCE:]
+            for _ in range(min(len(batches), DROPPED_AT_ONCE)):
+                batches.popitem()
+            yield
 
     def _room(self, tenant: str) -> int:
         """Of how many more keys of the tenant a deadline can be noted."""

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvbm.block import BlockKey, Tier
 from kvbm.clock import Clock
+from kvbm.manager.pool import ABORTED, EXPIRED, RESET
 
 GENERATION_BLOCKS = 2048
 """So many entries are forgotten together, the oldest of a tier."""
 GENERATIONS = 32
 
-EVICTED, RESET, CORRUPT, ABORTED, NO_SLOT = "evicted", "reset", "corrupt", "aborted", "no_slot"
-EXPIRED = "expired"
-"""The policy chose it; somebody dropped the whole tier; its checksum was wrong; its bytes never became complete; there
-was no slot for it; its client wanted it kept for no longer. The other fates are the reasons of
+EVICTED, CORRUPT, NO_SLOT = "evicted", "corrupt", "no_slot"
+"""The policy chose it; its checksum was wrong; there was no slot for it. `pool` has `RESET`, `ABORTED` and `EXPIRED`;
+the other fates are the reasons of
 `kvbm_skipped_offloads_total` and `kvbm_remote_skipped_blocks_total`: the block was not written to disk, or to a store.
 """
 TOO_LATE = "too_late"
@@ -86,18 +85,17 @@ class Departed:
         self._staging = staging
         self.on_left_host: Callable[[Sequence[BlockKey]], None] | None = None
         self._host, self._disk, self._remote = _Fates(), _Fates(), _Fates()
-        self._cause = EVICTED
 
-    def emptied(self, tier: Tier, keys: Sequence[BlockKey], was_resident: bool) -> None:
+    def emptied(self, tier: Tier, keys: Sequence[BlockKey], reason: str) -> None:
         """These blocks left the tier, as a `SlotPool` reports it."""
-        if tier is Tier.DISK and not was_resident:
+        if tier is Tier.DISK and reason == ABORTED:
             return  # a write that did not come about: who gave it up notes why
-        if tier is Tier.HOST and was_resident:
+        if tier is Tier.HOST and reason != ABORTED:
             if self.on_left_host is not None:
                 self.on_left_host(keys)
             if self._staging:
                 return
-        self.note(tier, keys, self._cause if was_resident else ABORTED)
+        self.note(tier, keys, reason if reason in (ABORTED, RESET, EXPIRED) else EVICTED)
 
     def note(self, tier: Tier, keys: Sequence[BlockKey], what: str) -> None:
         """What became of these blocks in that tier."""
@@ -111,15 +109,6 @@ class Departed:
     def not_sent(self, keys: Sequence[BlockKey], what: str) -> None:
         """These blocks were offered to a store, and are not written to it; or it did not give them back."""
         self.note(Tier.REMOTE, keys, TOO_LATE if what == EVICTED else what)
-
-    @contextmanager
-    def because(self, cause: str) -> Iterator[None]:
-        """What leaves inside leaves for this cause, and not by the policy."""
-        self._cause = cause
-        try:
-            yield
-        finally:
-            self._cause = EVICTED
 
     @property
     def forgotten(self) -> bool:

@@ -17,7 +17,7 @@ from kvbm.manager.leases import Lease
 from kvbm.manager.names import EngineNames
 from kvbm.manager.offload import Offloader
 from kvbm.manager.onboard import Onboarder, Rising
-from kvbm.manager.pool import TIER_OFF, SlotPool
+from kvbm.manager.pool import ABORTED, TIER_OFF, SlotPool
 from kvbm.manager.slot_facts import SlotFacts
 from kvbm.manager.sources import DiskSource
 from kvbm.observe.metrics import Metrics
@@ -141,7 +141,9 @@ class DiskSide:
         again = self.onboarder.pump()
         again = self.offloader.pump() or again
         self.void_emptied()
-        if self.fault and not self.queued_count and self._health.comes_back():
+        # Blocks that were cleared meanwhile are voided before the medium is read again.
+        ready = not self.queued_count and not self.pool.cleared_count
+        if self.fault and ready and self._health.comes_back():
             self.onboarder.healed()
             self._index_anew()
         return again
@@ -223,13 +225,13 @@ class DiskSide:
         self.facts.committed(slots)
         self.held.committed(slots)
 
-    def _emptied(self, slots: Sequence[int], keys: Sequence[BlockKey], was_resident: bool) -> None:
+    def _emptied(self, slots: Sequence[int], keys: Sequence[BlockKey], reason: str) -> None:
         """The record may wait for its neighbours to go too: what it says stays true until the slot is written again."""
-        if was_resident:
+        if reason != ABORTED:
             self._to_void.extend(slots)
         self.facts.emptied(slots)
         self.held.emptied(slots)
-        self.departed.emptied(Tier.DISK, keys, was_resident)
+        self.departed.emptied(Tier.DISK, keys, reason)
 
     def sync(self) -> int:
         """Have the medium make durable what was evicted by now; as `RunTier.sync`."""

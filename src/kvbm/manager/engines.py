@@ -114,5 +114,4 @@ class Fences:
     def _abort_if_passed(self, number: int, pending: _PendingFence) -> None:
         if not pending.waiting_for:
             del self._pending[number]
-            for reservation in pending.reservations:
-                pending.engine.space.abort(reservation)
+            pending.engine.space.abort_later(pending.reservations)

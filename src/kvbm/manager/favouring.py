@@ -12,6 +12,8 @@ from kvbm.policy import EvictionPolicy
 
 if TYPE_CHECKING:
     from kvbm.policy.favours import Favours
+    from kvbm.policy.retained import Retention
+    from kvbm.policy.shares import Slots
 
 
 class Pool(Protocol):
@@ -25,6 +27,9 @@ class Pool(Protocol):
 
     def slots_of(self, keys: Iterable[Any]) -> list[int]:
         """The slot that holds each of these blocks, resident or being filled; NO_SLOT for one that is not held."""
+
+    def used_slots(self) -> Slots:
+        """All slots that the policy knows."""
 
 
 class Favouring:
@@ -93,10 +98,14 @@ class Favouring:
         kept = self.favours.retained.here.get(slot) if self.favours is not None else None
         return kept is not None and kept.until_s > now_s
 
-    def end_absent(self) -> None:
-        """Retained blocks that are not here will not come back: all were dropped, and keys have changed."""
+    def retained_entries(self) -> list[Retention]:
+        """What is retained, here or not."""
+        return [] if self.favours is None else list(self.favours.retained.all())
+
+    def end_absent(self, entries: Sequence[Retention]) -> None:
+        """Those of them that are not here will not come back: all were dropped, and keys have changed."""
         if self.favours is not None:
-            self.favours.retained.end_absent()
+            self.favours.retained.end_absent(entries)
 
     def take_over(self, other: Favouring, now_s: float) -> None:
         """Who was active in another pool, whose blocks have come here, is active, and what was retained is."""
@@ -130,9 +139,8 @@ class Favouring:
 
         pool, owner = self._pool, self._tenant
         filling = pool.slots_in(BlockState.FILLING)
-        used = filling + pool.slots_in(BlockState.RESIDENT)
         whose = None if self._recovered else owner
-        favours = Favours(pool.policy, pool.slot_count, self._share, filling, used, whose)
+        favours = Favours(pool.policy, pool.slot_count, self._share, filling, pool.used_slots(), whose)
         if owner is not None:
             favours.asked_by(owner, self._asked_s)
         pool.policy = favours

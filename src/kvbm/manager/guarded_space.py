@@ -19,9 +19,10 @@ from kvbm.errors import KvbmError, SpaceFailed
 from kvbm.hints import UNHINTED, ClientHint
 from kvbm.manager.foresight import Decided
 from kvbm.manager.leases import Lease, Owner, Reservation
-from kvbm.manager.lookups import Found, LookingUp, advance
+from kvbm.manager.lookups import Found, LookingUp
 from kvbm.manager.retaining import Judging
 from kvbm.manager.space import Space
+from kvbm.slices import advance
 from kvbm.strict import record_swallowed
 
 log = logging.getLogger("kvbm.manager")
@@ -87,14 +88,20 @@ class GuardedSpace(Space):
     def abort(self, reservation: Reservation) -> None:
         self._try(None, super().abort, reservation)
 
+    def release_later(self, leases: Sequence[Lease]) -> None:
+        self._try(None, super().release_later, leases)
+
+    def abort_later(self, reservations: Sequence[Reservation]) -> None:
+        self._try(None, super().abort_later, reservations)
+
     def finished(self, key: BlockKey, output_tokens: int) -> None:
         self._try(None, super().finished, key, output_tokens)
 
     def move(self, until_s: float) -> bool:
         return self._try(False, super().move, until_s)
 
-    def tell_policies(self) -> bool:
-        return self._try(False, super().tell_policies)
+    def catch_up(self) -> bool:
+        return self._try(False, super().catch_up)
 
     def expire_leases(self) -> list[Lease]:
         return self._try(list[Lease](), super().expire_leases)
@@ -104,6 +111,9 @@ class GuardedSpace(Space):
 
     def clear(self, tier: str = "") -> tuple[int, int]:
         return self._try((0, 0), super().clear, tier)
+
+    def begin_clear(self, tier: str = "") -> tuple[int, int]:
+        return self._try((0, 0), super().begin_clear, tier)
 
     def tiers(self) -> dict[str, int]:
         return {} if self.failure else super().tiers()

@@ -120,6 +120,7 @@ class KeyListener:
         self._looked_at = end
         for slot in [slot for slot, _ in zip(self._stored, range(keys_max), strict=False)]:
             del self._stored[slot]
-            key = self._told[slot] = pool.key_of(slot)
-            stored.append(key)
+            if pool.state_of(slot) is BlockState.RESIDENT:  # it may have been cleared since
+                key = self._told[slot] = pool.key_of(slot)
+                stored.append(key)
         return removed, stored

@@ -12,7 +12,7 @@ from kvbm.manager.departed import Departed
 from kvbm.manager.held_keys import HeldKeys
 from kvbm.manager.names import EngineNames
 from kvbm.manager.onboard import Rising
-from kvbm.manager.pool import SlotPool
+from kvbm.manager.pool import TIDIED_AT_ONCE, SlotPool
 from kvbm.manager.slot_facts import SlotFacts
 from kvbm.policy import make_policy
 from kvbm.policy.last_copies import LastCopies
@@ -24,6 +24,7 @@ class SpaceOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     `eviction` names the policy of both tiers; a staging area keeps no order but that of use.
     `brought_at_once`: blocks of a long run that a lookup queues for reading before it gives others their turn.
+    `tidied_at_once`: cleared blocks that are forgotten before others have theirs.
     `keeps_facts`: the tier below keeps what is said of blocks. `salt_share` is the part of an equal share of each tier
     that a tenant is sure of.
     """
@@ -32,6 +33,7 @@ class SpaceOptions(msgspec.Struct, frozen=True, kw_only=True):
     eviction: str = "lru"
     in_flight_max: int = 64
     brought_at_once: int = 512
+    tidied_at_once: int = TIDIED_AT_ONCE
     keeps_facts: bool = False
     salt_share: float = 0.5
 
@@ -64,12 +66,12 @@ def make_host_side(
 
     held = HeldKeys(Tier.HOST, arena.slot_count)
 
-    def emptied(slots: Sequence[int], keys: Sequence[BlockKey], was_resident: bool) -> None:
+    def emptied(slots: Sequence[int], keys: Sequence[BlockKey], reason: str) -> None:
         arena.invalidate_all(slots)
         names.forget_all(slots)
         facts.emptied(slots)
         held.emptied(slots)
-        departed.emptied(Tier.HOST, keys, was_resident)
+        departed.emptied(Tier.HOST, keys, reason)
 
     # Staged blocks need no order (`chained`): each lies on disk before it may go, and is found there.
     eviction, chained = ("lru", False) if options.staging else (options.eviction, True)

@@ -9,7 +9,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, takewhile
 from operator import or_
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from kvbm.block import NO_SLOT, BlockKey, Tier, counted_as_disk
 from kvbm.clock import Clock
@@ -28,8 +28,6 @@ from kvbm.observe.metrics import Metrics
 from kvbm.strict import record_swallowed
 
 LEASE_S = 120.0
-
-ResultT = TypeVar("ResultT")
 
 
 class Found(NamedTuple):
@@ -291,13 +289,3 @@ class Lookups:
 
 def _is_here(slot: int | None) -> bool:
     return slot is not None
-
-
-def advance(work: Generator[None, None, ResultT]) -> ResultT | None:
-    """Go on with work until it gives others their turn, which is None, or ends."""
-    try:
-        next(work)
-    except StopIteration as end:
-        result: ResultT = end.value
-        return result
-    return None

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvbm.block import BlockKey
-from kvbm.manager.departed import CORRUPT, EVICTED, EXPIRED, GONE, RESET, Fate, Missing
+from kvbm.manager.departed import CORRUPT, EVICTED, GONE, Fate, Missing
+from kvbm.manager.pool import EXPIRED, RESET
 from kvbm.manager.space import Space
 from kvbm.policy import AdmissionPolicy, AdmitAll, WriteBudget
 from kvbm.tiers.remote.contract import NOWHERE

@@ -139,8 +139,7 @@ class Membership:
             if engine.leader is session:
                 engine.leader = None
             leases = engine.space.leases.of(session.number)
-            for lease in leases:
-                engine.space.release(session.number, lease.number)
+            engine.space.release_later(leases)
             mine = engine.space.reservations.of(session.number)
             self.fences.raise_for(engine, [r for r in mine if not r.condemned])
         return leases

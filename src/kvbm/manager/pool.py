@@ -19,15 +19,20 @@ from kvbm.manager.favouring import Favouring
 from kvbm.manager.recovery_order import parents_first
 from kvbm.policy import EvictionPolicy
 from kvbm.policy.contract import ClientWord, insert_tail, request_tail, tell_hint
+from kvbm.slices import sliced
 
 if TYPE_CHECKING:
     from kvbm.manager.slot_table import SlotTable
+    from kvbm.policy.shares import Slots
 
 CAPACITY, RESET, CORRUPT, MISSING, TIER_OFF = "capacity", "reset", "corrupt", "missing", "tier_off"
+ABORTED = "aborted"
 EXPIRED = "expired"
 """Why a block was dropped: the policy chose it to make room; somebody dropped the whole tier; its checksum did not
 match; the medium had another block in its place, or none; the tier was off, and came back without it; its client wanted
-it kept for no longer."""
+it kept for no longer. `ABORTED`: it was being filled, and its bytes never became complete."""
+TIDIED_AT_ONCE = 128
+"""Cleared blocks that are forgotten in one slice; a policy takes up to 20 microseconds for each."""
 
 
 class PoolCounts(msgspec.Struct, frozen=True):
@@ -42,9 +47,9 @@ class PoolCounts(msgspec.Struct, frozen=True):
 class SlotPool(BlockIndex[KeyT]):
     """Index and states of one tier's slots. Owned by one thread.
 
-    `on_emptied(slots, keys, was_resident)` is called whenever slots become free, before anyone can reserve them
-    again: the owner invalidates readers and journals there. `chained`: a block is of use only while its parent is
-    here too, so parents go last; without it each block stands alone.
+    `on_emptied(slots, keys, reason)` is called whenever slots become free, before anyone can reserve them again: the
+    owner invalidates readers and journals there. `reason` is one of those above, or `ABORTED`. `chained`: a block is of
+    use only while its parent is here too, so parents go last; without it each block stands alone.
     `salt_share` is the part of an equal share of the slots that each tenant is sure of (see `favouring`).
     """
 
@@ -53,7 +58,7 @@ class SlotPool(BlockIndex[KeyT]):
         tier: Tier,
         slot_count: int,
         policy: EvictionPolicy,
-        on_emptied: Callable[[Sequence[int], Sequence[KeyT], bool], None] | None = None,
+        on_emptied: Callable[[Sequence[int], Sequence[KeyT], str], None] | None = None,
         chained: bool = True,
         salt_share: float = 0.0,
     ) -> None:
@@ -100,8 +105,13 @@ class SlotPool(BlockIndex[KeyT]):
         return self._table
 
     def slots_in(self, state: BlockState) -> list[int]:
-        """All slots in this state. Looks at every slot."""
-        return [slot for slot, each in enumerate(self._state) if each == state]
+        """All slots in this state."""
+        slots: list[int] = self._table.slots_in(state).tolist()
+        return slots
+
+    def used_slots(self) -> Slots:
+        """All slots whose blocks are in the index, those of cleared blocks too."""
+        return self._table.used()
 
     @property
     def evicted_count(self) -> int:
@@ -111,12 +121,12 @@ class SlotPool(BlockIndex[KeyT]):
     @property
     def free_count(self) -> int:
         """Slots that hold nothing."""
-        return len(self._free)
+        return len(self._free) + self.cleared_count
 
     def counts(self) -> PoolCounts:
         """How many slots are in each state."""
         return PoolCounts(
-            free=len(self._free),
+            free=self.free_count,
             filling=self._table.count(BlockState.FILLING),
             resident=self._table.count(BlockState.RESIDENT),
             leased=self._table.leased_count(),
@@ -124,7 +134,7 @@ class SlotPool(BlockIndex[KeyT]):
 
     def all_in_use(self) -> bool:
         """Whether every slot is leased or being filled, so that no policy could make room. Looks at all slots."""
-        return not self._free and self._table.count(BlockState.RESIDENT) == self._table.leased_count()
+        return not self.free_count and self._table.count(BlockState.RESIDENT) == self._table.leased_count()
 
     def resident(self) -> Iterator[tuple[SlotIndex, KeyT]]:
         """Every resident slot with its key."""
@@ -158,6 +168,8 @@ class SlotPool(BlockIndex[KeyT]):
         is known.
         """
         assert not self.holds_any(keys), "block is held already"
+        if self.cleared_count:
+            self._tidy_for(keys)
         parent_slot = self._slot_of(parent)
         self.favouring.stores(tenant, parent_slot)
         needed = len(keys) - len(self._free)
@@ -201,13 +213,13 @@ class SlotPool(BlockIndex[KeyT]):
     def abort_all(self, slots: Sequence[int]) -> None:
         """`abort` for many slots at once; of a chain the last block first."""
         self.policy.removed(slots)
-        self._empty(slots, Transition.ABORT)
+        self._empty(slots, Transition.ABORT, ABORTED)
 
     def evict(self, slot: int, reason: str = CAPACITY) -> None:
         """Drop a resident block without leases."""
         self.policy.removed((slot,))
         self.evicted[reason] += 1
-        self._empty((slot,), Transition.EVICT)
+        self._empty((slot,), Transition.EVICT, reason)
 
     def lease(self, slot: int) -> None:
         """Lease a resident slot; leases add up."""
@@ -258,12 +270,22 @@ class SlotPool(BlockIndex[KeyT]):
         self.policy.finished(key, output_tokens, now_s)
 
     def clear(self) -> tuple[int, int]:
-        """Evict every block that is not in use; (dropped, in use)."""
-        unused = [slot for slot, _ in self.resident() if slot not in self._table]
-        self.policy.removed(unused)
-        self.evicted[RESET] += len(unused)
-        self._empty(unused, Transition.EVICT)
-        return len(unused), self.slot_count - len(self._free)
+        """Evict every block that is not in use; (dropped, in use). They cannot be found from now on, and their slots
+        count as free; `tidying` forgets them."""
+        dropped = self._table.clear_idle()
+        self.cleared_count += dropped
+        self.evicted[RESET] += dropped
+        return dropped, self.slot_count - self.free_count
+
+    def tidying(self, blocks_at_once: int = TIDIED_AT_ONCE) -> Iterator[None]:
+        """Forget the blocks that were cleared, and end what is retained of them, in slices of so many blocks."""
+        retained = self.favouring.retained_entries()
+        while self.cleared_count:
+            self._forget_cleared(self._table.last_cleared(blocks_at_once))
+            yield
+        for some in sliced(retained, blocks_at_once):
+            self.favouring.end_absent(some)
+            yield
 
     # ---- law
 
@@ -271,11 +293,14 @@ class SlotPool(BlockIndex[KeyT]):
         """Assert the conservation law and that the index agrees with the slots."""
         states = [self._state.count(state) for state in BlockState]
         assert sum(states) == self.slot_count
-        assert states[BlockState.FREE] == len(self._free) == len(set(self._free))
-        assert states[BlockState.FILLING] + states[BlockState.RESIDENT] == len(self._slots)
+        assert states[BlockState.FREE] == self.free_count
+        assert len(self._free) == len(set(self._free))
+        assert (
+            states[BlockState.FILLING] + states[BlockState.RESIDENT] == len(self._slots) - self.cleared_count
+        )
         for key, slot in self._slots.items():
             assert self._keys[slot] == key
-            assert self._state[slot] != BlockState.FREE
+            assert (self._state[slot] == BlockState.FREE) == self._table.is_cleared(slot)
         assert all(self._keys[slot] is None for slot in self._free)
         self.favouring.check(len(self._slots))
         self._table.check()
@@ -284,7 +309,20 @@ class SlotPool(BlockIndex[KeyT]):
         """The slot of a parent that is held in any state; NO_SLOT when there is none, or it does not matter."""
         if key is None or not self._chained:
             return NO_SLOT
-        return self._slots.get(key, NO_SLOT)
+        slot = self._slots.get(key, NO_SLOT)
+        return slot if slot != NO_SLOT and self._state[slot] != BlockState.FREE else NO_SLOT
+
+    def _tidy_for(self, keys: Sequence[KeyT]) -> None:
+        """Forget those of these blocks that were cleared, as they come again, and as many more as give them slots."""
+        again = [slot for key in keys if (slot := self._slots.get(key)) is not None]
+        self._forget_cleared(again[::-1])
+        self._forget_cleared(self._table.last_cleared(max(0, len(keys) - len(self._free))))
+
+    def _forget_cleared(self, slots: Sequence[int]) -> None:
+        self.policy.removed(slots)
+        self._table.unmark(slots)
+        self.cleared_count -= len(slots)
+        self._forget(slots, RESET)
 
     def _make_room(self, needed: int, keys: Sequence[KeyT], parent_slot: int, now_s: float) -> None:
         # Evicting the parent would orphan the very blocks that we make room for.
@@ -293,7 +331,7 @@ class SlotPool(BlockIndex[KeyT]):
         )
         self.lease_all(pinned)
         victims = self.policy.victims(needed, keys, self._table, now_s)
-        self._empty(victims, Transition.EVICT)
+        self._empty(victims, Transition.EVICT, CAPACITY)
         self.evicted[CAPACITY] += len(victims)
         self.unlease_all(pinned)
 
@@ -313,18 +351,21 @@ class SlotPool(BlockIndex[KeyT]):
             for slot, key in zip(slots, keys, strict=True):
                 self.policy.inserted((key,), (slot,), NO_SLOT, now_s)
 
-    def _empty(self, slots: Sequence[int], transition: Transition) -> None:
+    def _empty(self, slots: Sequence[int], transition: Transition, reason: str) -> None:
         """Evict or abort the blocks in these slots: forget them and report that to the owner."""
-        was_resident = transition is Transition.EVICT
-        assert not was_resident or self._table.isdisjoint(slots), "a leased slot is never evicted"
+        leased = transition is Transition.EVICT and not self._table.isdisjoint(slots)
+        assert not leased, "a leased slot is never evicted"
         self._table.move(slots, transition)
+        self._forget(slots, reason)
+
+    def _forget(self, slots: Sequence[int], reason: str) -> None:
         keys = self._keys_of(slots)
         deque(map(self._slots.__delitem__, keys), maxlen=0)  # without a step of Python for each
         for slot in slots:
             self._keys[slot] = None
         self._free.extend(slots)
         if self._on_emptied is not None and slots:
-            self._on_emptied(slots, keys, was_resident)
+            self._on_emptied(slots, keys, reason)
 
     def _keys_of(self, slots: Sequence[int]) -> list[KeyT]:
         return [key for key in map(self._keys.__getitem__, slots) if key is not None]

@@ -177,9 +177,9 @@ class Server:
         answered = self._answer(until_s)
         spaces = [space for _, space in self.spaces]
         ended_left = [space.move(until_s) for space in spaces]
-        told = self._tell_policies(spaces, until_s, answered)
+        told = self._catch_up(spaces, until_s, answered)
         # What the policies were told may have filled a queue: the next turn submits it.
-        self._unfinished = bool(self._readable) or any(ended_left) or told or any(s.untold for s in spaces)
+        self._unfinished = bool(self._readable) or any(ended_left) or told
         self._unfinished = self._announcements.tell() or self._unfinished
         if self._events is not None:
             self._unfinished = self._events.tell() or self._unfinished
@@ -189,6 +189,7 @@ class Server:
         if self._clock() >= self._tick_at_s:
             self._tick_at_s = self._clock() + TICK_S
             self._tick()
+        self._unfinished = self._unfinished or any(space.behind for _, space in self.spaces)
         if self._scrapes.open_count:
             self._scrapes.turn_ended(unread, (space for _, space in self.spaces), self._publish)
 
@@ -247,10 +248,10 @@ class Server:
             session.fail()
         return True
 
-    def _tell_policies(self, spaces: list[Space], until_s: float, answered: bool) -> bool:
-        """Tell the policies what happened: when no client waits, and at the latest in every `ANSWERS_FIRST`th turn.
+    def _catch_up(self, spaces: list[Space], until_s: float, answered: bool) -> bool:
+        """Do what can wait (`Space.catch_up`): when no client does, and at the latest in every `ANSWERS_FIRST`th turn.
 
-        Whether there was something to tell. The spaces take turns.
+        Whether there was something. The spaces take turns.
         """
         self._turns_untold += 1
         if (answered or self._clock() >= until_s) and self._turns_untold < ANSWERS_FIRST:
@@ -260,7 +261,7 @@ class Server:
         for _ in range(len(spaces)):
             self._told_last += 1
             space = spaces[self._told_last % len(spaces)]
-            while space.tell_policies():
+            while space.catch_up():
                 told = True
                 if self._clock() >= until_s:
                     return True
@@ -341,14 +342,17 @@ class Server:
         if space is not None:
             self._watch_tier(space)
 
-    def _reset(self, session: Session, message: Reset) -> None:
+    def _reset(self, session: Session, message: Reset) -> Iterator[None]:
         engine = self.membership.of(session)
         if engine is None:
             spaces = [space for _, space in self.spaces]
         else:
             # Its keys are other ones from now on; blocks under the old keys may be another engine's.
             spaces = [] if self.membership.shared(engine) else [engine.space]
-        results = [space.clear(message.tier) for space in spaces]
+        results = [space.begin_clear(message.tier) for space in spaces]
+        for space in spaces:
+            while space.clearing and space.catch_up():
+                yield
         on_disk = spaces if message.tier in ("", Tier.DISK.name.lower()) else []
         self._resets.note(session, on_disk, sum(r[0] for r in results), sum(r[1] for r in results))
 

@@ -18,18 +18,60 @@ _FEW = 12
 
 
 class SlotTable:
-    """One state and one number of leases a slot: five bytes. As a container it has the leased slots."""
+    """One state and one number of leases a slot: five bytes, and a mark from the first `clear_idle` on. As a container
+    it has the leased slots."""
 
     def __init__(self, slot_count: int) -> None:
         self.state = bytearray(slot_count)
         self._counts = array("i", bytes(4 * slot_count))
+        self._cleared = bytearray()
         # The same memory, for many slots at once.
         self._states_at = np.frombuffer(self.state, np.uint8)
         self._counts_at = np.frombuffer(self._counts, np.int32)
+        self._cleared_at = np.frombuffer(self._cleared, np.uint8)
 
     def __contains__(self, slot: object) -> bool:
         """Whether the slot is leased."""
         return self._counts[slot] > 0  # type: ignore[call-overload,no-any-return]  # a slot is a number
+
+    def clear_idle(self) -> int:
+        """Evict all resident slots without leases, and mark them; how many they are. Costs about 2 ns a slot."""
+        if not len(self._cleared):
+            self._cleared = bytearray(len(self.state))
+            self._cleared_at = np.frombuffer(self._cleared, np.uint8)
+        idle = self._states_at == int(BlockState.RESIDENT)
+        idle &= self._counts_at == 0
+        np.copyto(self._states_at, int(BlockState.FREE), where=idle)
+        self._cleared_at |= idle
+        return int(np.count_nonzero(idle))
+
+    def slots_in(self, state: BlockState) -> np.ndarray:
+        """All slots in this state."""
+        return np.flatnonzero(self._states_at == int(state))
+
+    def used(self) -> np.ndarray:
+        """All slots that are not free, or were cleared."""
+        used = self._states_at != int(BlockState.FREE)
+        if self._cleared:
+            used |= self._cleared_at != 0
+        return np.flatnonzero(used)
+
+    def is_cleared(self, slot: int) -> bool:
+        """Whether the slot was evicted by `clear_idle`, and its mark was not taken off since."""
+        return bool(self._cleared) and self._cleared[slot] > 0
+
+    def last_cleared(self, most: int) -> list[int]:
+        """The last of the marked slots, at most so many."""
+        slots, end = list[int](), len(self._cleared)
+        while len(slots) < most and (end := self._cleared.rfind(1, 0, end)) >= 0:
+            slots.append(end)
+        return slots
+
+    def unmark(self, slots: Sequence[int]) -> None:
+        """Take the marks of `clear_idle` off."""
+        for slot in slots:
+            assert self._cleared[slot], f"slot {slot} is not cleared"
+            self._cleared[slot] = 0
 
     def isdisjoint(self, slots: Sequence[int]) -> bool:
         """Whether none of the slots is leased."""
@@ -101,10 +143,13 @@ class SlotTable:
             self._counts_at[first : first + end - start] += change
 
     def check(self) -> None:
-        """Assert that only resident slots are leased."""
+        """Assert that only resident slots are leased, and only free ones cleared."""
         leased = self._states_at[self._counts_at != 0]
         assert (leased == int(BlockState.RESIDENT)).all(), "a slot that is not resident is leased"
         assert not len(leased) or self._counts_at.min() >= 0, "a lease ended twice"
+        if self._cleared:
+            cleared = self._states_at[self._cleared_at != 0]
+            assert (cleared == int(BlockState.FREE)).all(), "a cleared slot is in use"
 
 
 def _index(slots: Sequence[int]) -> np.ndarray:

@@ -6,18 +6,19 @@ Calls answer at once; blocks that arrive later are announced through `on_progres
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from itertools import chain
+from math import inf
 
 import msgspec
 
 from kvbm.block import NO_COUNT, BlockKey
 from kvbm.clock import Clock
-from kvbm.grouping import at_once
 from kvbm.groups import GroupKind
 from kvbm.hints import UNHINTED, ClientHint
 from kvbm.layout import BlockLayout
 from kvbm.manager.below import Below
-from kvbm.manager.departed import RESET, Departed
+from kvbm.manager.departed import Departed
 from kvbm.manager.disk_side import DiskSide
 from kvbm.manager.foresight import Decided, Foresight
 from kvbm.manager.hearing import doubted, word_of
@@ -25,7 +26,7 @@ from kvbm.manager.host_side import DEFAULT_OPTIONS, HostSide, SpaceOptions, make
 from kvbm.manager.leases import HoldTable, Lease, Owner, Reservation
 from kvbm.manager.lookups import LookingUp, Lookups
 from kvbm.manager.names import EngineName
-from kvbm.manager.pool import EXPIRED, SlotPool
+from kvbm.manager.pool import SlotPool
 from kvbm.manager.prefix_heat import PrefixHeat
 from kvbm.manager.remote_side import sides_of
 from kvbm.manager.retaining import Judging, Retaining
@@ -36,9 +37,13 @@ from kvbm.observe import moves_log
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy
 from kvbm.protocol import REFUSED
+from kvbm.slices import Backlog, at_once
 from kvbm.tiers.contract import RunTier
 from kvbm.tiers.host import HostArena
 from kvbm.tiers.remote.contract import RemoteTier
+
+RELEASED_AT_ONCE = 8192
+"""Blocks whose leases end in one slice."""
 
 
 class Space:
@@ -78,6 +83,7 @@ class Space:
         self.disk = self._make_disk(medium, host, admission, tail_groups) if medium is not None else None
         self.remotes = sides_of(remotes, host, options, metrics, clock, on_progress, self.departed.not_sent)
         self.below = Below(host, self.disk, self.remotes, options.brought_at_once)
+        self._backlog = Backlog()
         self._usage = Usage(lambda: self.pools, self.below.downward, clock)
         self.heat = PrefixHeat()
         self._retaining = Retaining(layout, self._keeping_pools, clock)
@@ -239,9 +245,26 @@ class Space:
         """The owner's workers filled the slots, except those at positions `failed`. Returns the number committed."""
         return self._storing.commit(owner, number, failed)
 
+    def release_later(self, leases: Sequence[Lease]) -> None:
+        """End many leases, in slices."""
+        self.work_later(self._releasing(leases))
+
+    def _releasing(self, leases: Sequence[Lease]) -> Iterator[None]:
+        blocks = 0
+        for lease in leases:
+            self.release(lease.owner, lease.number)
+            blocks += len(lease.states)
+            if blocks >= RELEASED_AT_ONCE:
+                blocks = 0
+                yield
+
     def abort(self, reservation: Reservation) -> None:
         """Free a reservation's slots. The caller knows that no worker writes to them any more."""
-        self._storing.abort(reservation)
+        at_once(self._storing.aborting(reservation))
+
+    def abort_later(self, reservations: Sequence[Reservation]) -> None:
+        """`abort` for many, in slices."""
+        self.work_later(chain.from_iterable(map(self._storing.aborting, reservations)))
 
     def finished(self, key: BlockKey, output_tokens: int) -> None:
         """The request whose prompt ended with this key has ended."""
@@ -254,7 +277,7 @@ class Space:
         """Take all completions, tell the policies everything, and submit queued blocks; drop some of what is due."""
         self._drop_expired()
         self.below.collect()
-        while self._usage.tell():
+        while self.catch_up():
             pass
         while self.below and (self.below.advance() or self.foresight.advance()):
             pass
@@ -267,16 +290,23 @@ class Space:
         left = self.below.advance() or left
         return self.foresight.advance() or left
 
-    def tell_policies(self) -> bool:
-        """Tell the policies a slice of what happened, when nobody waits for an answer. False: nothing was left."""
-        return self._usage.tell()
+    def catch_up(self) -> bool:
+        """Do a slice of what can wait while clients are answered: give back the slots of cleared blocks, end leases,
+        tell the policies what happened. False: nothing was left."""
+        return self._backlog.advance() or self._usage.tell()
+
+    def work_later(self, work: Iterator[None]) -> None:
+        """Do the first slice of this now, and the others in `catch_up`."""
+        if next(work, self) is not self:
+            self._backlog.add(work)
 
     def expire_leases(self) -> list[Lease]:
         """End the leases past their deadline, and return them."""
         expired = self.leases.overdue(self._clock())
         for lease in expired:
-            self.release(lease.owner, lease.number)
-            self._metrics.add("kvbm_leases_expired_total")
+            lease.deadline_s = inf
+        self._metrics.add("kvbm_leases_expired_total", len(expired))
+        self.release_later(expired)
         return expired
 
     def overdue(self) -> list[Reservation]:
@@ -286,31 +316,42 @@ class Space:
         return [r for r in self.reservations.overdue(self._clock()) if not r.condemned]
 
     def _drop_expired(self) -> None:
-        with self.departed.because(EXPIRED):
-            self._retaining.deadlines.drop(self.pools, self._clock())
+        self._retaining.deadlines.drop(self.pools, self._clock())
 
     def clear(self, tier: str = "") -> tuple[int, int]:
         """Drop every block that is not in use, of one tier or of all. Returns (dropped, in use)."""
+        found = self.begin_clear(tier)
+        while self._backlog.advance():
+            pass
+        if self.disk is not None:
+            self.disk.void_emptied()
+        return found
+
+    def begin_clear(self, tier: str = "") -> tuple[int, int]:
+        """As `clear`, in slices: none of the dropped blocks can be found from now on, and their slots count as free.
+        `catch_up` forgets them; only then they stay dropped from disk after a crash (`clearing`)."""
         if tier in ("", self.host_pool.tier.name.lower()):
             for reservation in self.reservations:
                 reservation.stale = True
         dropped = in_use = 0
         for pool in self.pools:
             if tier in ("", pool.tier.name.lower()):
-                with self.departed.because(RESET):
-                    gone, kept = pool.clear()
-                pool.favouring.end_absent()
+                gone, kept = pool.clear()
                 dropped, in_use = dropped + gone, in_use + kept
+                self.work_later(pool.tidying(self.options.tidied_at_once))
         if not tier:
-            self._retaining.deadlines.clear()
-        if self.disk is not None:
-            self.disk.void_emptied()
+            self.work_later(self._retaining.deadlines.clearing())
         return dropped, in_use
 
     @property
-    def untold(self) -> bool:
-        """There is something that the policies do not know of yet."""
-        return bool(self._usage) and not self.failure
+    def clearing(self) -> bool:
+        """Blocks that were cleared from disk may be there again after a crash."""
+        return self.disk is not None and not self.failure and self.disk.pool.cleared_count > 0
+
+    @property
+    def behind(self) -> bool:
+        """There is something left to do for `catch_up`."""
+        return (bool(self._backlog) or bool(self._usage)) and not self.failure
 
     @property
     def busy(self) -> bool:

@@ -5,7 +5,7 @@ A block is found only after its commit; until then its slot is filling, and belo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import or_
@@ -27,6 +27,8 @@ from kvbm.observe.metrics import Metrics
 from kvbm.protocol import HELD, REFUSED
 
 RESERVATION_S = 120.0
+ABORTED_AT_ONCE = 128
+"""Slots that are given back in one slice; a policy takes up to 20 microseconds for each."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -141,10 +143,16 @@ class Storing:
             self.downward.pump()
         return len(good)
 
-    def abort(self, reservation: Reservation) -> None:
-        """Free a reservation's slots. The caller knows that no worker writes to them any more."""
-        if self.reservations.pop(reservation.owner, reservation.number) is reservation:
-            self.host_pool.abort_all(reservation.slots[::-1])
+    def aborting(self, reservation: Reservation) -> Generator[None, None, None]:
+        """Free a reservation's slots, the last ones first, in slices. The caller knows that no worker writes to them
+        any more."""
+        slots = reservation.slots
+        if self.reservations.get(reservation.owner, reservation.number) is reservation:
+            while slots:
+                self.host_pool.abort_all(slots[: -ABORTED_AT_ONCE - 1 : -1])
+                del slots[-ABORTED_AT_ONCE:]
+                yield
+            self.reservations.pop(reservation.owner, reservation.number)
 
     def _held(self, keys: Sequence[BlockKey], below: SlotPool[BlockKey] | None) -> bytes:
         """Which of the keys need no slot, a byte each; a key that the engine sent twice needs one only."""

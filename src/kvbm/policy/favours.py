@@ -18,16 +18,18 @@ retained goes in its place: the next step is only taken where there was nothing 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from kvbm.policy.contract import ClientWord, EvictionPolicy, insert_tail, none_leased, request_tail
 from kvbm.policy.retained import Retained
-from kvbm.policy.shares import NOBODY, Shares
+from kvbm.policy.shares import NOBODY, Shares, Slots
 
 RETURNED_AT_ONCE = 4096
 """Slots whose favour has ended and that the inner policy is offered in one go, unless it has nothing else."""
 ALL_RETAINED = -1
+_ALL = 1 << 30
 
 
 class Favours:
@@ -43,7 +45,7 @@ class Favours:
         slot_count: int,
         share: float,
         filling: Iterable[int] = (),
-        used: Sequence[int] = (),
+        used: Slots = (),
         tenant: str | None = None,
     ) -> None:
         self.inner = inner
@@ -156,19 +158,17 @@ class Favours:
         for kept, slots in self._steps(leased):
             self._offer(slots, leased)
             while (rest := needed - len(chosen)) > 0:
-                # Not so many that somebody falls below its floor by one answer.
-                count = min(rest, kept.at_once())
-                ahead = incoming[: max(0, len(incoming) - rest + count)]
-                kept.allowed.clear()
-                found = self.inner.victims(count, ahead, kept, now_s)
+                kept.begin()
+                found = self.inner.victims(rest, incoming, kept, now_s)
                 self._evict(found)
                 chosen += found
+                self._offer(kept.beyond, leased)
                 if found:
                     continue
                 if self._returning:
                     self._return_some(leased, len(self._returning))
                     continue
-                if ahead and kept.allowed:
+                if incoming and kept.allowed:
                     return chosen  # they are worth less than what could go
                 break
             else:
@@ -273,7 +273,8 @@ class Favours:
 
 class _Kept:
     """The slots that the inner policy may not choose, as a container of leased ones. `allowed` has those that it asked
-    about and may choose.
+    about and may choose: of each tenant so many that it does not fall below its floor by one answer. Those that it
+    asked about after that are `beyond`; they may be chosen by the next answer.
 
     `priority`: what is retained with that or less may go. `exact`: tenants are kept at their floors, not above.
     `exempt`: what this tenant holds may go.
@@ -290,25 +291,34 @@ class _Kept:
         self._favours, self._leased = favours, leased
         self._here, self._shares = favours.retained.here, favours.shares
         self._priority, self._exact, self._exempt = priority, exact, exempt
-        self._sheltered = self._shares.sheltered
         self.allowed: set[int] = set()
+        self.beyond: list[int] = []
+        self._spare: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """The next answer begins."""
+        self.allowed.clear()
+        self.beyond.clear()
+        self._spare.clear()
 
     def __contains__(self, slot: object) -> bool:
         assert isinstance(slot, int)
         if slot in self._leased:
             return True
-        entry = self._here.get(slot)
-        if entry is not None and entry.priority > self._priority:
+        if self._here and (entry := self._here.get(slot)) is not None and entry.priority > self._priority:
             self._favours.refuse(slot, NOBODY)
             return True
+        if slot in self.allowed:
+            return False
         number = self._shares.label[slot]
-        if (
-            number in self._sheltered
-            and number != self._exempt
-            and (not self._exact or self._shares.at_floor(number))
-        ):
-            self._favours.refuse(slot, number)
+        spare = self._spare_of(number)
+        if spare <= 0:
+            if self._is_kept(number):
+                self._favours.refuse(slot, number)
+            else:
+                self.beyond.append(slot)
             return True
+        self._spare[number] = spare - 1
         self.allowed.add(slot)
         return False
 
@@ -319,12 +329,29 @@ class _Kept:
             return False
         if self._here and not self._here.keys().isdisjoint(slots):
             return False
-        numbers = set(map(self._shares.label.__getitem__, slots)) if self._sheltered else set()
-        return self._sheltered.isdisjoint(numbers - {self._exempt})
+        if self._shares.floor:
+            new = set(slots) - self.allowed
+            counts = Counter(map(self._shares.label.__getitem__, new))
+            if any(self._spare_of(number) < count for number, count in counts.items()):
+                return False
+            for number, count in counts.items():
+                self._spare[number] -= count
+            self.allowed |= new
+        return True
 
-    def at_once(self) -> int:
-        """So many victims can be taken of one answer with nobody falling below its floor."""
+    def _spare_of(self, number: int) -> int:
+        """How many more blocks of the tenant this answer may take."""
+        spare = self._spare.get(number)
+        if spare is None:
+            if number == self._exempt:
+                spare = _ALL
+            else:
+                spare = 0 if self._is_kept(number) else self._shares.spare(number, self._exact)
+            self._spare[number] = spare
+        return spare
+
+    def _is_kept(self, number: int) -> bool:
+        """Whether nothing of the tenant may go."""
         shares = self._shares
-        if not shares.floor:
-            return 1 << 30
-        return shares.spare(self._exempt) if self._exact else shares.margin
+        kept = number in shares.sheltered and number != self._exempt
+        return kept and (not self._exact or shares.at_floor(number))

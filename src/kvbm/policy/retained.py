@@ -110,10 +110,11 @@ class Retained:
             self._end(entry, ended)
         return ended
 
-    def end_absent(self) -> None:
-        """What is not here never comes back: the budget is for others."""
-        for entry in [entry for entry in self._entries.values() if entry.slot < 0]:
-            self._end(entry, [])
+    def end_absent(self, entries: Iterable[Retention]) -> None:
+        """Those of these blocks that are not here never come back: the budget is for others."""
+        for entry in entries:
+            if entry.slot < 0 and self._entries.get(entry.key) is entry:
+                self._end(entry, [])
 
     def all(self) -> Iterable[Retention]:
         """Everything that is retained."""

@@ -10,6 +10,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
+from typing import TypeAlias
+
+import numpy as np
+
+Slots: TypeAlias = "Sequence[int] | np.ndarray"
 
 ACTIVE_S = 600.0
 """A tenant that has asked for nothing for so long is sure of nothing."""
@@ -87,11 +92,9 @@ class Shares:
             del self._asked_s[other]
         self._set_floor()
 
-    def take(self, slots: Sequence[int], number: int) -> None:
+    def take(self, slots: Slots, number: int) -> None:
         """These slots, which were free, hold blocks of the tenant."""
-        label = self.label
-        for slot in slots:
-            label[slot] = number
+        np.frombuffer(self.label, np.uint16)[np.asarray(slots, np.intp)] = number
         self.held[number] += len(slots)
         self._judge(number)
 
@@ -119,11 +122,11 @@ class Shares:
         for number in touched:
             self._judge(number)
 
-    def spare(self, besides: int) -> int:
-        """So many blocks may go at once, whosever they are, with nobody but `besides` falling below its floor: the
-        least that an active tenant above its floor holds beyond it."""
-        above = (self.held[n] - self.floor for n in self._asked_s if n != besides)
-        return min((each for each in above if each > 0), default=self._slot_count)
+    def spare(self, number: int, exact: bool) -> int:
+        """So many blocks of the tenant may go before it is sheltered; or `exact`, before it holds its floor."""
+        if not self.floor or number not in self._asked_s:
+            return self._slot_count
+        return self.held[number] - self.floor - (0 if exact else self.margin - 1)
 
     def at_floor(self, number: int) -> bool:
         """Whether the tenant is active and holds no more than its floor."""

@@ -336,12 +336,12 @@ def test_ghost_entries_are_bounded_and_the_oldest_go(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(departed_module, "GENERATION_BLOCKS", 10)
     departed = Departed(lambda: 1.0)
     for first in range(0, 800, 5):
-        departed.emptied(Tier.HOST, KEYS[first : first + 5], True)
+        departed.emptied(Tier.HOST, KEYS[first : first + 5], "capacity")
     assert len(departed) == 10 * departed_module.GENERATIONS
     assert departed.forgotten
     assert departed.missing(KEYS[:3]).unknown == 3
     assert departed.missing(KEYS[795:803]) == (Fate(1.0, "evicted"), None, 5, 3, None)
-    departed.emptied(Tier.HOST, KEYS[1000:1500], True)
+    departed.emptied(Tier.HOST, KEYS[1000:1500], "capacity")
     assert len(departed) <= 10 * departed_module.GENERATIONS
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvbm.manager.lookups import LEASE_S, Found, LookingUp, advance
+from kvbm.manager.lookups import LEASE_S, Found, LookingUp
+from kvbm.slices import advance
 from rigs.space import KEYS, ME, OTHER, PEER, Bench
 
 AT_ONCE = 2

@@ -12,10 +12,10 @@ from kvbm.groups import Group, GroupKind
 from kvbm.hashing import chain_keys
 from kvbm.layout import BlockLayout
 from kvbm.manager.leases import Lease
-from kvbm.manager.lookups import advance
 from kvbm.manager.pool import SlotPool
 from kvbm.manager.space import Space
 from kvbm.policy import AdmitAll, LeafFirstLru
+from kvbm.slices import advance
 from kvbm.tiers.host import HostArena
 from rigs.fake_tier import FakeTier
 from rigs.space import KEYS, ME, Bench

@@ -8,11 +8,13 @@ import pytest
 
 from kvbm.block import TRANSITIONS, BlockKey, BlockState, Tier, Transition
 from kvbm.hashing import chain_keys
-from kvbm.manager.pool import SlotPool
+from kvbm.manager.pool import ABORTED, CAPACITY, RESET, PoolCounts, SlotPool
 from kvbm.policy import LeafFirstLru
+from kvbm.slices import at_once
 
 KEYS = chain_keys(bytes(32), range(200), 2)
-Emptied = list[tuple[int, BlockKey, bool]]
+OTHER = chain_keys(bytes(32), range(1000, 1200), 2)
+Emptied = list[tuple[int, BlockKey, str]]
 
 
 def make(slots: int) -> tuple[SlotPool, Emptied]:
@@ -21,7 +23,7 @@ def make(slots: int) -> tuple[SlotPool, Emptied]:
         Tier.HOST,
         slots,
         LeafFirstLru(slots),
-        lambda slots, keys, resident: emptied.extend(zip(slots, keys, [resident] * len(slots), strict=True)),
+        lambda slots, keys, reason: emptied.extend(zip(slots, keys, [reason] * len(slots), strict=True)),
     )
     return pool, emptied
 
@@ -55,11 +57,11 @@ def test_a_block_is_found_only_after_its_commit() -> None:
     assert (pool.find(KEYS[0]), pool.find_filling(KEYS[0]), pool.holds(KEYS[0])) == (slot, None, True)
     pool.evict(slot)
     assert not pool.holds(KEYS[0])
-    assert emptied == [(slot, KEYS[0], True)]
+    assert emptied == [(slot, KEYS[0], CAPACITY)]
     again = pool.reserve(KEYS[1], None, 1.0)
     assert again is not None
     pool.abort(again)
-    assert emptied[-1] == (again, KEYS[1], False)
+    assert emptied[-1] == (again, KEYS[1], ABORTED)
     pool.check()
 
 
@@ -151,7 +153,45 @@ def test_clearing_counts_what_went_and_what_stays() -> None:
     pool.lease(pool.find(KEYS[3]))  # type: ignore[arg-type]
     assert pool.reserve(KEYS[4], KEYS[3], 1.0) is not None
     assert pool.clear() == (3, 2)
+    at_once(pool.tidying())
     assert {key for _, key, _ in emptied} == set(KEYS[:3])
+    pool.check()
+
+
+def test_what_is_cleared_cannot_be_found_and_is_forgotten_some_at_a_time() -> None:
+    pool, emptied = make(12)
+    for i in range(8):
+        put(pool, KEYS[i], KEYS[i - 1] if i else None)
+    pool.lease(pool.find(KEYS[0]))  # type: ignore[arg-type]
+    assert pool.clear() == (7, 1)
+    assert emptied == [], "that takes as long as there are blocks"
+    assert [pool.find(key) is not None for key in KEYS[:8]] == [True, *[False] * 7]
+    assert pool.find_all(KEYS[:8])[1:] == [None] * 7
+    assert pool.held(KEYS[:8]) == b"\1" + bytes(7)
+    assert (pool.holds(KEYS[1]), pool.holds_any(KEYS[1:8])) == (False, False)
+    assert pool.counts() == PoolCounts(free=11, filling=0, resident=1, leased=1)
+    pool.check()
+    counts = []
+    for _ in pool.tidying(3):
+        counts.append(len(emptied))
+        pool.check()
+    assert counts == [3, 6, 7]
+    assert {key for _, key, _ in emptied} == set(KEYS[1:8])
+    assert {reason for _, _, reason in emptied} == {RESET}
+    assert pool.evicted[RESET] == 7
+
+
+def test_blocks_that_come_again_and_blocks_without_room_take_the_slots_of_what_was_cleared() -> None:
+    pool, emptied = make(6)
+    for i in range(6):
+        put(pool, KEYS[i], KEYS[i - 1] if i else None)
+    pool.clear()
+    again = pool.reserve_chain(KEYS[:2], None, 1.0)
+    assert len(again) == 2
+    assert {key for _, key, _ in emptied} == set(KEYS[:2]), "each has one place in the index"
+    assert len(pool.reserve_chain(OTHER[:4], None, 2.0)) == 4
+    assert pool.evicted_count == 6, "nothing else had to go"
+    assert pool.cleared_count == 0
     pool.check()
 
 
@@ -187,6 +227,7 @@ def test_clearing_a_long_chain_looks_at_each_block_a_few_times() -> None:
     chains = policy.tree  # type: ignore[attr-defined]
     chains.parent = Counted(chains.parent)
     assert pool.clear() == (slots, 0)
+    at_once(pool.tidying())
     assert looked <= 4 * slots
 
 

@@ -17,6 +17,7 @@ from kvbm.manager.lookups import Found
 from kvbm.manager.retaining import KEPT_S, final_verdicts
 from kvbm.manager.server import TICK_S
 from kvbm.protocol import Commit, LookupReply, Release, Reserve, ReserveReply, Reset, ResetReply
+from kvbm.slices import at_once
 from rigs.fake_tier import FakeTier
 from rigs.manager import KEYS, Client, ManagerBench
 from rigs.space import ME, Bench
@@ -291,7 +292,7 @@ def test_a_tenant_leaves_room_for_the_deadlines_of_another(monkeypatch: pytest.M
     assert deadlines.add(KEYS[:12], 0, 12, 10.0, "a") == 6
     assert deadlines.add(OTHER[:12], 0, 12, 10.0, "b") == 4
     deadlines.asked(KEYS[:12])
-    deadlines.clear()
+    at_once(deadlines.clearing())
     assert deadlines.add(OTHER[:12], 0, 12, 10.0, "c") == 6
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from kvbm.grouping import at_once
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.membership import ATTACH_S
 from kvbm.protocol import Ready, Shorten
+from kvbm.slices import at_once
 from rigs.manager import KEYS, NAMESPACE, OTHER, Client, ManagerBench, refusal, store
 from rigs.space import ME, PEER, Bench
 

@@ -12,10 +12,23 @@ import pytest
 from kvbm.clock import ManualClock
 from kvbm.hashing import chain_keys, join_keys
 from kvbm.manager import disk_health
+from kvbm.manager import space as space_module
+from kvbm.manager.pool import TIDIED_AT_ONCE
 from kvbm.manager.requests import RESERVED_AT_ONCE
 from kvbm.manager.server import ANSWERS_FIRST
-from kvbm.protocol import REFUSED, FromManager, Lookup, LookupReply, Ready, Reserve, ReserveReply
-from rigs.manager import KEYS, LAYOUT, Client, ManagerBench, store
+from kvbm.manager.storing import ABORTED_AT_ONCE
+from kvbm.protocol import (
+    REFUSED,
+    FromManager,
+    Lookup,
+    LookupReply,
+    Ready,
+    Reserve,
+    ReserveReply,
+    Reset,
+    ResetReply,
+)
+from rigs.manager import KEYS, LAYOUT, Client, ManagerBench, connect_operator, store
 
 LONG = chain_keys(
     bytes(31) + b"L", range((2 * RESERVED_AT_ONCE + 100) * LAYOUT.block_tokens), LAYOUT.block_tokens
@@ -187,7 +200,7 @@ def test_a_rank_that_goes_meanwhile_takes_the_room_with_it(manager: ManagerBench
     (answer,) = [message for message in answers if isinstance(message, ReserveReply)]
     assert set(answer.slots) == {REFUSED}
     leader.close()
-    for _ in range(20):
+    for _ in range(200):
         manager.server.step(0.0)
     assert manager.space().host_pool.counts().filling == 0
 
@@ -236,3 +249,52 @@ def test_a_long_hit_from_disk_leaves_others_their_turn(
     bench.until(lambda: lease.ready == 1400, "a block did not come")
     bench.check()
     bench.close()
+
+
+def test_a_reset_drops_everything_at_once_and_gives_the_slots_back_in_slices(manager: ManagerBench) -> None:
+    leader, worker = manager.engine()
+    other, _ = manager.engine("other")
+    store(leader, worker, 1, LONG)
+    pool = manager.space().host_pool
+    hurry(manager)
+    admin = connect_operator(manager)
+    admin.send(Reset())
+    admin.expect(ResetReply)
+    assert pool.counts().resident == 0
+    assert pool.counts().free == pool.slot_count
+    assert pool.cleared_count > len(LONG) // 2, "their slots come back later"
+    lookups(other, 1, LONG[:4])
+    manager.step(6)
+    (answer,) = [m for m in arrived(other) if isinstance(m, LookupReply)]
+    assert not answer.slots
+    assert pool.cleared_count > 0, "and others are answered meanwhile"
+    before = pool.cleared_count
+    while not manager.server.idle:
+        manager.server.step(0.0)
+        assert before - pool.cleared_count <= TIDIED_AT_ONCE
+        before = pool.cleared_count
+    assert pool.cleared_count == 0
+
+
+def test_the_leases_and_slots_of_an_engine_that_goes_end_in_slices(
+    manager: ManagerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(space_module, "RELEASED_AT_ONCE", 4)
+    leader, worker = manager.engine()
+    store(leader, worker, 1, KEYS[:4])
+    lookups(leader, 10, KEYS[:4])
+    leader.send(Reserve(store=2, parent=b"", keys=join_keys(LONG)))
+    manager.step(10)
+    pool, leases = manager.space().host_pool, manager.space().leases
+    hurry(manager)
+    leader.close()
+    worker.close()
+    filling, held = pool.counts().filling, len(leases)
+    assert (filling, held) == (len(LONG), 10)
+    while not manager.server.idle or manager.server.engine_count:
+        manager.server.step(0.0)
+        counts = pool.counts()
+        assert filling - counts.filling <= ABORTED_AT_ONCE
+        assert held - len(leases) <= 1
+        filling, held = counts.filling, len(leases)
+    assert pool.counts().filling == pool.counts().leased == 0

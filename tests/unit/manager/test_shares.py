@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import pytest
@@ -211,3 +211,40 @@ def test_tenants_are_bounded() -> None:
     fresh = shares.number("late")
     assert fresh not in (OTHERS, shares.number("t0"), shares.number("t1"))
     assert shares.name(fresh) == "late"
+
+
+class Counting(LeafFirstLru):
+    """A policy that counts its answers, and the newcomers that it had to look at for them."""
+
+    answers = looked_at = 0
+
+    def victims(
+        self, needed: int, incoming: Sequence[Any], leased: Container[int], now_s: float
+    ) -> list[int]:
+        self.answers += 1
+        self.looked_at += len(incoming)
+        return super().victims(needed, incoming, leased, now_s)
+
+
+@pytest.mark.parametrize("poor", [False, True])
+def test_room_among_many_tenants_is_made_in_few_answers(poor: bool) -> None:
+    """A few blocks an answer, because some tenant has no more to spare, would look at all newcomers for each few."""
+    slots, tenants = 2000, 50
+    policy = Counting(slots)
+    pool: SlotPool[BlockKey] = SlotPool(Tier.HOST, slots, policy, salt_share=0.5)
+    floor = slots // 2 // tenants
+    for tenant in range(tenants):
+        pool.requested(chain(tenant)[:1], 1.0, tenant=str(tenant))
+    for tenant in range(tenants):
+        blocks = floor + 1 if poor and tenant else pool.free_count // (tenants - tenant)
+        pool.commit_all(pool.reserve_chain(chain(tenant, 1, blocks), None, 2.0, tenant=str(tenant)))
+    pool.commit_all(pool.reserve_chain(chain(99, 2, pool.free_count), None, 3.0, tenant="0"))
+    pool.requested(chain(0)[:1], 4.0, tenant="0")
+    wanted = 400
+    assert len(pool.reserve_chain(chain(98, 3, wanted), None, 5.0, tenant="0")) == wanted
+    assert policy.answers <= 4
+    assert policy.looked_at <= 4 * wanted
+    favours = pool.favouring.favours
+    assert favours is not None
+    assert all(favours.shares.held[favours.shares.number(str(tenant))] >= floor for tenant in range(tenants))
+    pool.check()

@@ -46,14 +46,14 @@ def test_what_was_read_for_a_request_is_no_hit_of_host_memory(below: Tier, late:
             bench.space.below.advance()
         assert lease.ready == 6, "all reads have ended, and the policy has not heard of the request"
     assert heard == []
-    while bench.space.tell_policies():
+    while bench.space.catch_up():
         pass
     assert heard == [[*lease.slots[:2], *[NO_SLOT] * 6]]
     bench.settle()
     assert (lease.ready, bench.right(lease)) == (6, True)
     # The next request finds them all.
     bench.space.lookup(ME, 2, KEYS[:8], 0)
-    while bench.space.tell_policies():
+    while bench.space.catch_up():
         pass
     assert heard[1][:6] == lease.slots
     bench.close()
@@ -100,7 +100,7 @@ def test_what_was_read_for_several_groups_is_no_hit_either(host_slots: int, late
             bench.space.below.advance()
         assert bench.space.host_pool.holds(prompt[0]), "all reads have ended"
     assert heard == []
-    while bench.space.tell_policies():
+    while bench.space.catch_up():
         pass
     assert [len(slots) for slots in heard] == [4, 2]
     assert {slot for slots in heard for slot in slots} == {NO_SLOT}

@@ -38,11 +38,11 @@ def test_a_long_chain_is_offered_to_disk_in_slices(make: Callable[..., Bench]) -
     assert admission.calls == []
     assert bench.space.busy, "they are on their way to disk"
     slices = 0
-    while bench.space.tell_policies():
+    while bench.space.catch_up():
         slices += 1
         assert sum(admission.calls) <= slices * OFFERED_AT_ONCE
     assert sum(admission.calls) == len(LONG)
-    assert not bench.space.untold
+    assert not bench.space.behind
     bench.finish_all()
     assert bench.space.disk is not None
     assert bench.space.disk.pool.counts().resident == len(LONG)

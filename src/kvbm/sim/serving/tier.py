@@ -31,7 +31,7 @@ class SimulatedTier(SlotPool[int]):
         on_stored: BlocksChanged | None = None,
         on_evicted: BlocksChanged | None = None,
     ) -> None:
-        on_emptied = None if on_evicted is None else lambda slots, blocks, was_resident: on_evicted(blocks)
+        on_emptied = None if on_evicted is None else lambda slots, blocks, reason: on_evicted(blocks)
         super().__init__(Tier.HOST, slot_count, policy, on_emptied)
         self.insist = insist
         self.inserted_count = 0

@@ -14,10 +14,10 @@ from kvbm.grouping import Grouping
 from kvbm.groups import Group, GroupKind
 from kvbm.hashing import split_keys
 from kvbm.layout import BlockLayout
-from kvbm.manager.lookups import advance
 from kvbm.policy import LeafFirstLru, make_policy
 from kvbm.sim.replay.grouped import GroupedTier, grouped_replay, tails
 from kvbm.sim.traces.trace import Trace, TraceBuilder
+from kvbm.slices import advance
 from rigs.property_tests import scale_examples
 from rigs.space import ME, Bench
 from rigs.traces import random_trace
