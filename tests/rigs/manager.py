@@ -44,6 +44,7 @@ from kvbm.settings import Settings
 from kvbm.testing.oracle import block_bytes
 from kvbm.tiers.host import open_arena
 from kvbm.tiers.remote.contract import RemoteTier
+from rigs import managers_thread
 
 DEADLINE_S = 20.0
 LAYOUT = BlockLayout(block_tokens=4, shard_bytes=4096)
@@ -95,14 +96,19 @@ class ManagerBench:
     def step(self, times: int = 3) -> None:
         """Deal with what has arrived."""
         for _ in range(times):
-            self.server.step(0.0)
+            self._turn()
+
+    def _turn(self, timeout_s: float = 0.0) -> None:
+        """A turn of the loop, in which calls to a disk or a network fail."""
+        with managers_thread.turn():
+            self.server.step(timeout_s)
 
     def until(self, condition: Callable[[], object], what: str = "") -> None:
         """Step until the condition holds; fails after a deadline that only a defect reaches."""
         deadline_s = time.monotonic() + DEADLINE_S
         while not condition():
             assert time.monotonic() < deadline_s, what or "it never happened"
-            self.server.step(0.005)
+            self._turn(0.005)
 
     def tick(self, seconds: float = 1.0) -> None:
         """Time passes, and the server notices."""

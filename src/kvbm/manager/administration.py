@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import metadata
 from itertools import islice
 from typing import Any
 
@@ -69,6 +70,7 @@ class Administration:
         self._clock = clock
         self._publisher = publisher
         self._started_s = clock()
+        self._version = _version()
 
     @property
     def handlers(self) -> dict[type, Handler]:
@@ -83,7 +85,7 @@ class Administration:
     def description(self) -> Description:
         """The manager, its namespaces and its engines."""
         return Description(
-            version=_version(),
+            version=self._version,
             pid=os.getpid(),
             epoch=self._epoch,
             uptime_s=self._clock() - self._started_s,
@@ -247,9 +249,10 @@ def _checked_limit(limit: int, start: int) -> int:
     return limit
 
 
+@cache
 def _version() -> str:
-    metadata = importlib.import_module("importlib.metadata")  # slow to load, and only an operator asks
+    """The version of the distribution; its files are read once."""
     try:
-        return str(metadata.version("openkvbm"))
+        return metadata.version("openkvbm")
     except metadata.PackageNotFoundError:
         return ""

@@ -6,8 +6,9 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from kvbm.block import Outcome
 from kvbm.clock import Clock
 from kvbm.errors import ManagerRefused, SettingsError
 from kvbm.layout import BlockLayout, Namespace
@@ -18,6 +19,7 @@ from kvbm.manager.guarded_space import GuardedSpace
 from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.leases import Lease
 from kvbm.manager.namespace_labels import NamespaceLabels
+from kvbm.manager.session import WAITS
 from kvbm.manager.space import Space
 from kvbm.manager.write_behind import RemoteRules
 from kvbm.observe.metrics import Metrics
@@ -36,7 +38,7 @@ from kvbm.settings import (
 )
 from kvbm.tiers.contract import RunTier
 from kvbm.tiers.disk.geometry import DiskSetting
-from kvbm.tiers.disk.tier import open_disk_tier
+from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 from kvbm.tiers.host import HostArena, refuse_beyond_memory
 from kvbm.tiers.remote.contract import RemoteTier
 
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvbm.manager")
 
+OPEN_S_MAX = 5.0
+"""The first engine of a namespace waits so long for its disk, which may say that a setting cannot be used."""
 STAGING_BLOCKS_MIN = 4
 """With fewer, one slow block would delay all others on their way to disk and back."""
 
@@ -55,6 +59,14 @@ def refuse_policies(settings: Settings, now_s: float) -> None:
     choose_admission(variable("disk_admission"), admission_name(settings), 1, now_s)
     if not settings.remote_on:  # where there is a store, `RemoteOpening` checks it
         choose_admission(variable("remote_admission"), settings.remote_admission, 1, now_s)
+
+
+class _DiskOf(NamedTuple):
+    """What a disk is opened for."""
+
+    fingerprint: bytes
+    layout: BlockLayout
+    events: bool
 
 
 class SpaceTable:
@@ -82,6 +94,8 @@ class SpaceTable:
         self._on_progress = on_progress
         self._peers = peers
         self._spaces: dict[bytes, tuple[Namespace, Space]] = {}
+        # Disks that are being opened for the first engine of a namespace.
+        self._disks: dict[_DiskOf, DiskTier] = {}
         self._labels = NamespaceLabels()
         # The largest request, in blocks, for which each was compared with its memory: every rank asks.
         self._advised: dict[bytes, int] = {}
@@ -126,14 +140,39 @@ class SpaceTable:
                 f"{namespace.difference(resident)}; start it with --namespaces {self.namespaces_max + 1}, "
                 "or start another manager"
             )
-        space = self._build(namespace, layout, events or self.publishes)
+        space = self._build(namespace, layout, events)
         self._spaces[namespace.fingerprint] = (namespace, space)
         self._advise(namespace, space, request_blocks)
         return space
 
+    def preparing(self, namespace: Namespace, layout: BlockLayout, events: bool) -> Iterator[object]:
+        """Before `obtain`: open the disk of a namespace that has no space yet, while others have their turns.
+
+        It is waited for `OPEN_S_MAX`; then the space does without, until it is open. Raises SettingsError.
+        """
+        if (
+            namespace.fingerprint in self._spaces
+            or len(self._spaces) >= self.namespaces_max
+            or not self.settings.disk_on
+        ):
+            return
+        wanted = _DiskOf(namespace.fingerprint, layout, events)
+        if wanted not in self._disks:
+            while len(self._disks) >= self.namespaces_max:  # whoever wanted it has gone
+                self._disks.pop(next(iter(self._disks))).close(keep=True, deadline_s=0.0)
+            self._disks[wanted] = self._open_disk(namespace, layout, events or self.publishes)
+        disk, until_s = self._disks[wanted], self._clock() + OPEN_S_MAX
+        while self._disks.get(wanted) is disk and disk.fault and disk.heal() is Outcome.PENDING:
+            if self._clock() >= until_s:
+                return
+            yield WAITS
+
     def close(self, keep: bool) -> None:
         """Close and forget all spaces: their disks within `CLOSE_S_MAX` together."""
         disk_until_s = self._clock() + CLOSE_S_MAX
+        for disk in self._disks.values():
+            disk.close(keep, deadline_s=0.0)
+        self._disks.clear()
         for _, space in self:
             self.drop(space, keep, disk_until_s)
 
@@ -192,9 +231,9 @@ class SpaceTable:
                 huge_pages=settings.huge_pages,
             )
             undo.callback(arena.close)
-            medium = self._open_disk(namespace, layout, events)
+            medium = self._take_disk(namespace, layout, events) if settings.disk_on else None
             if medium is not None:
-                undo.callback(medium.close, keep=True)
+                undo.callback(medium.close, keep=True, deadline_s=0.0)
             remotes = self._open_remotes(namespace, layout)
             for tier, _, _ in remotes:
                 undo.callback(tier.close)
@@ -202,7 +241,7 @@ class SpaceTable:
                 staging=staging,
                 eviction=settings.eviction,
                 in_flight_max=settings.max_concurrent_transfers * settings.max_transfer_batch_size,
-                keeps_facts=events,
+                keeps_facts=events or self.publishes,
                 salt_share=settings.salt_share,
             )
             # Raises for an installed policy that cannot be made of this size.
@@ -251,10 +290,17 @@ class SpaceTable:
         budget = settings.disk_write_budget_bytes if settings.disk_on else 0
         return bound_writes(variable("disk_write_budget_bytes"), budget, admission, size, now_s, share)
 
-    def _open_disk(self, namespace: Namespace, layout: BlockLayout, events: bool) -> RunTier | None:
+    def _take_disk(self, namespace: Namespace, layout: BlockLayout, events: bool) -> RunTier:
+        """The disk that `preparing` opened, or opens still. Raises the error for which it could not be opened."""
+        disk = self._disks.pop(_DiskOf(namespace.fingerprint, layout, events), None)
+        disk = disk or self._open_disk(namespace, layout, events or self.publishes)
+        if disk.fault and disk.opening_error is not None:
+            disk.close(keep=True, deadline_s=0.0)
+            raise disk.opening_error
+        return disk
+
+    def _open_disk(self, namespace: Namespace, layout: BlockLayout, keeps_facts: bool) -> DiskTier:
         settings, share = self.settings, self.namespaces_max
-        if not settings.disk_on:
-            return None
         blocks = settings.disk_blocks // share if settings.disk_blocks else None
         size = settings.disk_bytes // share if settings.disk_bytes and not blocks else None
         setting = DiskSetting(
@@ -276,8 +322,9 @@ class SpaceTable:
             persist=settings.disk_persist and not namespace.ephemeral,
             unowned_bytes=settings.disk_unowned_bytes,
             setting=setting,
-            keeps_facts=events,
+            keeps_facts=keeps_facts,
             clock=self._clock,
+            wait=False,
         )
 
 

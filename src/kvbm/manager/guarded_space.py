@@ -173,6 +173,6 @@ def _try_close(close: Callable[[], object]) -> None:
 
 
 def _in_one_line(error: Exception) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
     what = " ".join(f"{type(error).__name__}: {error}".split())
-    return f"{what} ({os.path.basename(frame.filename)}:{frame.lineno})"
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)  # reads no source files
+    return f"{what} ({os.path.basename(frame.f_code.co_filename)}:{line})"

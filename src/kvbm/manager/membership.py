@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 from kvbm.clock import Clock
 from kvbm.errors import ProtocolError
@@ -79,8 +79,9 @@ class Membership:
         """Whether other engines use the space of this one."""
         return any(other.space is engine.space for other in self if other is not engine)
 
-    def admit(self, session: Session, hello: Hello) -> Space | None:
-        """Let a session in by its Hello. Returns a worker's space. Raises an error that names what is accepted."""
+    def admit(self, session: Session, hello: Hello) -> Generator[object, None, Space | None]:
+        """Let a session in by its Hello, in several turns where a disk has to be opened for it. Returns a worker's
+        space. Raises an error that names what is accepted."""
         if session.hello is not None:
             raise ProtocolError("a second Hello in one session")
         if hello.version != PROTOCOL_VERSION:
@@ -89,7 +90,7 @@ class Membership:
                 "install the same kvbm on both sides"
             )
         if hello.role == "worker":
-            return self._admit_worker(session, hello)
+            return (yield from self._admit_worker(session, hello))
         if hello.role not in ("leader", "admin"):
             raise ProtocolError(f"role={hello.role!r} cannot be served: leader, worker or admin")
         if not 0 < hello.rank_count <= RANKS_MAX:
@@ -198,7 +199,7 @@ class Membership:
                 _log_missing(name, missing, len(missing))
                 leader.send(Ready(ready=False, epoch=self._epoch, missing=missing))
 
-    def _admit_worker(self, session: Session, hello: Hello) -> Space:
+    def _admit_worker(self, session: Session, hello: Hello) -> Generator[object, None, Space]:
         namespace, layout = hello.namespace, hello.layout
         if namespace is None or layout is None or not 0 <= hello.shard < layout.shard_count:
             raise ProtocolError("a worker's Hello needs namespace, layout and a shard of that layout")
@@ -215,6 +216,7 @@ class Membership:
             raise ProtocolError(
                 f"shard_count={layout.shard_count} cannot be served: at most one for each of {len(ranks)} ranks"
             )
+        yield from self._spaces.preparing(namespace, layout, hello.events)
         engine = self._engines.get(hello.engine)
         if engine is not None:
             self._refuse_odd(engine, hello, namespace)

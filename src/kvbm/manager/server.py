@@ -3,10 +3,10 @@
 Answers come first; what policies learn of requests waits until no client does (`usage`).
 
 Everything a manager owns is touched by this thread alone. Blocks are read and written by the tier's own threads, which
-report through its descriptor. The loop never waits for a client. For a medium it waits in these cases:
+report through its descriptor; so do the threads that open a tier, watch it and void its records. The loop never waits
+for a client. For a medium it waits in these cases:
 
-- a tier is opened when the first engine of a namespace comes: files without an owner are removed, its own are
-  prepared, its journal is read and indexed;
+- events are published, and what was said of a block on disk is read for them: some hundred bytes;
 - the last engine of an ephemeral namespace goes: reads and writes under way end, and its files are removed.
 """
 
@@ -57,6 +57,7 @@ from kvbm.strict import record_swallowed
 log = logging.getLogger("kvbm.manager")
 
 TICK_S = 0.5
+PARKED_S = 0.01
 TURN_S = 0.001
 """How long a turn of the loop begins new work; what it has begun then, it ends."""
 ANSWERS_FIRST = 8
@@ -116,13 +117,15 @@ class Server:
         self.watch_descriptor(self._scrapes.fileno(), self._scrapes.take)
         # Sessions whose socket or whose messages wait to be read, in the order of their turns.
         self._readable: dict[int, Session] = {}
+        # Sessions whose message waits for another thread: looked at each `PARKED_S`.
+        self._parked: dict[int, Session] = {}
         self._unfinished = False
         self._turns_untold = self._told_last = 0
         self._failed: list[Space] = []
         self._lending: Lending | None = None
         self._tick_at_s = clock()
         # Each takes the message of its type. One that takes long leaves the rest to an iterator, in slices.
-        self._handlers: dict[type, Callable[[Session, Any], Iterator[None] | None]] = {
+        self._handlers: dict[type, Callable[[Session, Any], Iterator[object] | None]] = {
             Hello: self._hello,
             **requests.handlers,
             Reset: self._reset,
@@ -163,6 +166,10 @@ class Server:
         is done in the next turn, which does not wait.
         """
         wait_s = 0.0 if self._unfinished else min(timeout_s, self._scrapes.wait_s_max)
+        if self._parked:
+            wait_s = min(wait_s, PARKED_S)
+            self._readable |= self._parked
+            self._parked.clear()
         for key, events in self._selector.select(wait_s):
             target = key.data
             if not isinstance(target, Session):
@@ -219,7 +226,9 @@ class Server:
                 session.discard()
                 continue
             answered = self._answer_one(session) or answered
-            if session.waiting:
+            if session.parked:
+                self._parked[number] = session
+            elif session.waiting:
                 self._readable[number] = session  # behind the others
             if self._clock() >= until_s:
                 break
@@ -235,8 +244,7 @@ class Server:
                 if session.hello is None and not isinstance(message, Hello):
                     raise ProtocolError(f"{type(message).__name__} before Hello")
                 session.work = self._handlers[type(message)](session, message)
-            if session.work is not None and next(session.work, session) is session:
-                session.work = None
+            session.advance()
         except KvbmError as error:
             log.warning("session %d refused: %s", session.number, error)
             session.refuse(str(error))
@@ -306,6 +314,7 @@ class Server:
         self._selector.unregister(session.connection)
         del self.sessions[session.number]
         self._readable.pop(session.number, None)
+        self._parked.pop(session.number, None)
         session.close()
 
     def _tick(self) -> None:
@@ -337,8 +346,8 @@ class Server:
 
     # ---- messages about the manager itself
 
-    def _hello(self, session: Session, message: Hello) -> None:
-        space = self.membership.admit(session, message)
+    def _hello(self, session: Session, message: Hello) -> Iterator[object]:
+        space = yield from self.membership.admit(session, message)
         if space is not None:
             self._watch_tier(space)
 

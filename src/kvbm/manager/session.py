@@ -14,6 +14,8 @@ from kvbm.manager.leases import Owner
 from kvbm.peers import peer_uid
 from kvbm.protocol import Hello, Message, Refused
 
+WAITS = object()
+"""What the work for a message yields when it cannot go on yet, because another thread has to do its part first."""
 _PEER_ENDED = (errno.EPIPE, errno.ECONNRESET)
 
 
@@ -34,8 +36,10 @@ class Session:
         self.closed = False
         self.ended_by_peer = False
         self.lingering = False
-        self.work: Iterator[None] | None = None
+        self.work: Iterator[object] | None = None
         """What is left to do for the message that was taken last; the next one waits for that."""
+        self.parked = False
+        """The rest of the work waits for another thread."""
         self._wire = FramedSocket(connection)
         self._frames: deque[bytes] = deque()
 
@@ -57,6 +61,14 @@ class Session:
         """A message is being answered, or whole ones were read and not taken yet."""
         return self.work is not None or bool(self._frames)
 
+    def advance(self) -> None:
+        """Go on with the work for the message that was taken last."""
+        if self.work is not None:
+            step = next(self.work, self)
+            self.parked = step is WAITS
+            if step is self:
+                self.work = None
+
     def take(self) -> ToManager | None:
         """The next message, or None. The socket is read only when no message waits, so that they wait in its buffers.
 
@@ -75,7 +87,7 @@ class Session:
     def fail(self) -> None:
         """It is served no more; messages that wait are dropped."""
         self.closed = True
-        self.work = None
+        self.work, self.parked = None, False
         self._frames.clear()
 
     def discard(self) -> None:

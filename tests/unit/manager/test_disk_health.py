@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +12,12 @@ from kvbm.block import Tier
 from kvbm.manager import assembly
 from kvbm.manager.disk_health import SLOW_LOGGED_EACH_S, SLOW_S
 from kvbm.manager.probes import LOOK_S, Probes
-from kvbm.protocol import Status, StatusQuery
+from kvbm.protocol import Ready, Status, StatusQuery, Welcome
+from kvbm.tiers.disk.tier import open_disk_tier
 from rigs.gated_syscalls import GatedSyscalls
 from rigs.manager import KEYS as MANAGER_KEYS
-from rigs.manager import ManagerBench, connect_operator, store
+from rigs.manager import LAYOUT, NAMESPACE, ManagerBench, connect_operator, refusal, store, worker_hello
+from rigs.manager import OTHER as OTHER_NAMESPACE
 from rigs.space import KEYS, ME, OTHER, Bench
 
 MakeBench = Callable[..., ManagerBench]
@@ -135,3 +138,54 @@ def test_a_filesystem_that_freezes_does_not_silence_the_manager(
     bench.clock.advance(LOOK_S)
     probes.turn_ended(bench.server.spaces)
     assert probes.ready().status == 200
+
+
+def test_a_disk_that_is_being_opened_keeps_nobody_else(
+    make_manager: MakeBench, kernel: GatedSyscalls, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The second namespace's disk hangs while it is opened. Its engine does without after a while, until it is open."""
+    disk = tmp_path_factory.mktemp("disk")
+    bench = make_manager(namespaces=2, host_blocks=16, disk_blocks=8, disk_dir=str(disk))
+    leader, worker = bench.engine()
+    store(leader, worker, 1, MANAGER_KEYS[:4])
+    kernel.shut("fallocate")
+    late, asking = bench.leader("late"), bench.client()
+    asking.send(worker_hello("late", namespace=OTHER_NAMESPACE))
+    kernel.wait_entered()
+    assert len(leader.lookup(1, MANAGER_KEYS[:4]).slots) == 4
+    assert asking.take() == []
+    bench.tick(assembly.OPEN_S_MAX)
+    assert asking.expect(Welcome).tiers == {"host": 8}
+    assert [message.tiers for message in late.take() if isinstance(message, Ready)] == [{"host": 8}]
+    kernel.open_gate()
+    bench.until(lambda: "disk" in bench.space(1).tiers())
+    bench.tick()
+    assert late.expect(Ready).tiers == {"host": 8, "disk": 4}
+
+
+def test_a_disk_that_cannot_be_opened_is_said_to_its_engine(make_manager: MakeBench, tmp_path: Path) -> None:
+    occupied = tmp_path / "file"
+    occupied.touch()
+    bench = make_manager(disk_blocks=8, disk_dir=str(occupied / "x"))
+    client = bench.client()
+    client.send(worker_hello())
+    assert f"DYN_KVBM_DISK_CACHE_DIR='{occupied}/x' cannot be used" in refusal(client)
+
+
+def test_a_disk_that_was_opened_for_an_engine_that_has_gone_is_closed_at_the_end(
+    make_manager: MakeBench, kernel: GatedSyscalls, tmp_path: Path
+) -> None:
+    bench = make_manager(disk_blocks=8, disk_dir=str(tmp_path / "disk"))
+    kernel.shut("fallocate")
+    client = bench.client()
+    client.send(worker_hello())
+    kernel.wait_entered()
+    client.close()
+    bench.step()
+    kernel.open_gate()
+    bench.until(lambda: not bench.server.sessions)
+    bench.close()
+    tier = open_disk_tier(tmp_path / "disk", LAYOUT, NAMESPACE, capacity_blocks=8)
+    assert tier.path is not None
+    assert tier.path.name.endswith("-0"), "nobody owns the first one any more"
+    tier.close(keep=False)

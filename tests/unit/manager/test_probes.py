@@ -117,11 +117,11 @@ def test_nobody_is_let_in_while_the_last_blocks_are_written(
     tried: list[str] = []
     close = below.close
 
-    def while_closing(keep: bool) -> None:
+    def while_closing(keep: bool, deadline_s: float) -> None:
         with pytest.raises(ManagerUnavailable) as refusal:
             Channel.connect(bench.path)
         tried.append(str(refusal.value))
-        close(keep)
+        close(keep, deadline_s)
 
     monkeypatch.setattr(below, "close", while_closing)
     bench.close()

@@ -233,10 +233,10 @@ class Maintenance:
 
     def close(self, remove: bool, deadline_s: float) -> None:
         """Write the voids and close the medium, with `remove` after deleting its directory. After `deadline_s` seconds
-        the control thread is left to do that alone."""
+        the control thread is left to do that alone; with 0 that is no trouble."""
         self._closed = True
         self._thread.run(lambda: self._close(remove))
-        if not self._thread.stop(deadline_s):
+        if not self._thread.stop(deadline_s) and deadline_s > 0.0:
             log.warning(
                 "disk tier: %s is not closed within %.1f s: a call does not end", self._home, deadline_s
             )

@@ -60,6 +60,7 @@ def open_disk_tier(
     clock: Clock = monotonic,
     syscalls: Syscalls | None = None,
     io: BlockIo | None = None,
+    wait: bool = True,
 ) -> DiskTier:
     """Open the namespace's disk tier under `root`, with the blocks that an earlier run left there.
 
@@ -76,6 +77,8 @@ def open_disk_tier(
     - `setting`: how the caller names these, for errors and log lines.
     - `io`: how blocks move and are checked, by system calls from host memory where it is not given. The tier takes it
       over and closes it, also when opening fails.
+    - `wait`: return when it is open. Otherwise it is off until `heal` has opened it, and `opening_error` says what has
+      kept it from that.
 
     Raises SettingsError (a directory or a capacity that cannot be used) and TierError (the medium failed or is full;
     DirectRefused: it cannot be reached by this `io`).
@@ -100,11 +103,12 @@ def open_disk_tier(
     except BaseException:
         io.close()
         raise
-    try:
-        tier.wait_opened()
-    except BaseException:
-        tier.close(keep=True)
-        raise
+    if wait:
+        try:
+            tier.wait_opened()
+        except BaseException:
+            tier.close(keep=True)
+            raise
     return tier
 
 
@@ -141,7 +145,8 @@ class DiskTier:
         self.run_blocks_max = max(1, min(in_bytes, in_buffers))
         self._fault = Fault()
         self._fault.text = f"disk tier: {options.root} is being opened"
-        self._opening_error: KvbmError | None = None
+        self.opening_error: KvbmError | None = None
+        """Why the last attempt to open the medium failed."""
         self._sequence = 0
         self._was_open = self._closed = False
         self._recovered: list[RecoveredBlock] = []
@@ -163,8 +168,8 @@ class DiskTier:
         while (outcome := self.heal()) is Outcome.PENDING:
             self._upkeep.wait_idle(60.0)
         if outcome is not Outcome.HIT:
-            assert self._opening_error is not None
-            raise self._opening_error
+            assert self.opening_error is not None
+            raise self.opening_error
         self._threads.collect()  # none has completed: its descriptor is readable no more
 
     @property
@@ -269,7 +274,7 @@ class DiskTier:
         opening = self._upkeep.opened()
         if opening is None:
             return Outcome.PENDING
-        self._opening_error = opening.error
+        self.opening_error = opening.error
         if opening.error is not None:
             self._fault.text = str(opening.error)
             return Outcome.RETRY
