@@ -398,11 +398,7 @@ class Ended(Message, frozen=True, kw_only=True, tag="ended"):
 
 
 class ResetReply(Message, frozen=True, kw_only=True, tag="reset_done"):
-    """How many blocks were dropped and how many stayed because they are in use.
-
-    `undone` is empty, or says in one line why blocks that were dropped from disk may be found again if the manager is
-    killed before the disk works.
-    """
+    """How many blocks were dropped, how many are in use and stayed, and why dropped ones may return after a crash."""
 
     dropped: int
     in_use: int
