@@ -172,6 +172,7 @@ class Tracked:
         """Blocks have other keys now. A running request is computed from older KV: it is not stored until the engine
         computes it anew."""
         self.asked_from, self.outdated = None, self.begun
+        self.offer_anew()
 
     def offer_anew(self) -> None:
         """Nothing of it counts as stored any more."""

@@ -95,9 +95,9 @@ class GuardedScheduler:
         self._by_layer.discard(request.request_id)
         return self._guard.call(None, self.side.finished, request, block_ids)
 
-    def stores_pending(self) -> bool:
+    def work_pending(self) -> bool:
         """Whether the engine should step on although it has no request."""
-        return self._guard.call(False, lambda: self.side.stores_pending)
+        return self._guard.call(False, lambda: self.side.work_pending)
 
     def unpins_soon(self) -> bool:
         """Whether the engine gets blocks back in a moment."""
@@ -110,6 +110,11 @@ class GuardedScheduler:
     def give_up_pins(self) -> bool:
         """The engine is about to empty its cache: use none of its blocks. True if some were in use."""
         return self._guard.call(False, self.side.give_up_pins)
+
+    def loading_requests(self) -> list[str]:
+        """The requests whose loads run."""
+        nothing: list[str] = []
+        return self._guard.call(nothing, lambda: self.side.leader.lookups.loading_requests)
 
     def weights_changed(self) -> None:
         """The ranks compute with other weights."""

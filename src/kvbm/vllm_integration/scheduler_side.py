@@ -271,9 +271,9 @@ class SchedulerSide:
         return told
 
     @property
-    def stores_pending(self) -> bool:
-        """Whether stores are under way that the engine should step on for."""
-        return self.leader.stores.pending
+    def work_pending(self) -> bool:
+        """Whether stores or loads are under way that the engine should step on for."""
+        return self.leader.stores.pending or self.leader.lookups.loading > 0
 
     def reset(self) -> bool:
         """Forget all blocks. vLLM tried to empty its device's cache earlier in the same call: that is no second

@@ -13,12 +13,13 @@ import functools
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import torch
 
 from kvbm.strict import record_swallowed
+from kvbm.vllm_integration.forced_reset import free_all_blocks
 
 log = logging.getLogger("kvbm.vllm")
 
@@ -54,6 +55,9 @@ class WeightsListener(Protocol):
 
     def give_up_pins(self) -> bool:
         """The engine empties its cache: use none of its blocks any more. True if some were in use."""
+
+    def loading_requests(self) -> Collection[str]:
+        """The requests whose loads run."""
 
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -132,6 +136,12 @@ def _sampled_first(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(worker, *arguments, **more)
 
     return call
+
+
+def end_loads(_worker: Any) -> None:
+    """In a rank: end the loads that run, with the blocks that are ready."""
+    for side in list(_before_sleep):
+        side.end_loads()
 
 
 def weights_moved(worker: Any) -> bool:
@@ -226,7 +236,8 @@ def _watched_reset(original: Callable[..., Any]) -> Callable[..., Any]:
         if _listeners and _moved(core):
             _notify_changed()  # first: the reset below then empties the cache of the old weights
         running = bool(arguments[0] if arguments else more.get("reset_running_requests"))
-        if running:  # it raises where blocks stay in use
+        if running and _listeners:  # it raises where blocks stay in use
+            free_all_blocks(core, _loading_requests, end_loads)
             _give_up_pins()
         done = original(core, *arguments, **more)
         if not done and _give_up_pins():
@@ -234,6 +245,10 @@ def _watched_reset(original: Callable[..., Any]) -> Callable[..., Any]:
         return done
 
     return call
+
+
+def _loading_requests() -> set[str]:
+    return {request for listener in list(_listeners) for request in listener.loading_requests()}
 
 
 def _give_up_pins() -> bool:

@@ -32,6 +32,7 @@ log = logging.getLogger("kvbm.vllm")
 
 SHARED_TIMEOUT_S = 5.0
 QUIESCE_TIMEOUT_S = 30.0
+END_LOADS_S_MAX = 20.0
 
 
 class WorkerSide:
@@ -240,6 +241,11 @@ class WorkerSide:
             log.error(
                 "copies are still under way after %g s while the engine goes to sleep", QUIESCE_TIMEOUT_S
             )
+
+    def end_loads(self) -> None:
+        """End all loads with the blocks that are ready."""
+        if self.worker is not None:
+            self.worker.quiesce(END_LOADS_S_MAX)
 
     def close(self) -> None:
         if self.worker is not None:

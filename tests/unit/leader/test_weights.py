@@ -93,6 +93,18 @@ def test_a_device_that_is_emptied_after_a_refused_reset_may_have_other_weights(b
     assert not set(split_keys(before.keys)) & set(split_keys(bench.add("b").keys))
 
 
+def test_what_was_loaded_before_a_reset_and_is_computed_again_is_stored_from_its_first_block(
+    bench: Bench,
+) -> None:
+    """The manager holds those blocks under other keys."""
+    bench.arrive(bench.load(5))
+    bench.leader.reset()
+    bench.leader.matched("r", 0)
+    bench.manager.said()
+    bench.step({"r": 8})
+    assert stored_blocks(bench) == 8
+
+
 def test_a_reset_waits_for_nobody_but_says_that_a_load_runs(bench: Bench) -> None:
     plan = bench.load(3)
     assert not bench.leader.reset(), "it writes into device blocks"

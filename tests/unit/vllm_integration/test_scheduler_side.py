@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("vllm", reason="the scheduler's half counts with vLLM's classes; vllm is not installed")
 
 from kvbm.adapters import FIRST_DIGEST_S
-from kvbm.protocol import Commit, Lookup, Reserve
+from kvbm.protocol import Commit, Lookup, LookupReply, Reserve
 from kvbm.step_plan import StepReport
 from kvbm.vllm_integration import scheduler_side
-from rigs.leader import HASHES
+from rigs.leader import HASHES, TABLE
 from rigs.scheduler_half import DONE, Side
 
 
@@ -180,3 +180,22 @@ def test_vllms_pool_shows_whether_a_reset_emptied_the_device(side: Side, emptied
     request.num_computed_tokens = 8
     side.step(r=4)
     assert len(side.said(Reserve)) == emptied
+
+
+def test_the_engine_steps_on_while_a_load_runs(side: Side) -> None:
+    """A pause that keeps requests is complete when there is no work: by then nothing writes to the device."""
+    request = side.request("r", 3, "")
+    request.lora_request = None
+    side.side.added(request)
+    (lookup,) = side.said(Lookup)
+    side.manager.send(
+        LookupReply(lookup=lookup.lookup, slots=(0, 1, 2), generations=(1, 1, 1), ready=3, sources=b"\1\1\1")
+    )
+    assert side.side.matched(request, 0) == (12, True)
+    side.side.allocated(request, SimpleNamespace(get_block_ids=lambda: (TABLE,)), 12)
+    assert side.side.work_pending
+    assert len(side.step().loads) == 1
+    assert side.side.work_pending
+    done = SimpleNamespace(finished_recving={"r"}, invalid_block_ids=None)
+    side.side.updated(done, StepReport(loaded={"r": 0.1}))
+    assert not side.side.work_pending

@@ -28,6 +28,9 @@ class Listener:
     def weights_named(self, version: str) -> None:
         self.heard.append(version)
 
+    def loading_requests(self) -> list[str]:
+        return []
+
     def give_up_pins(self) -> bool:
         had, self.pins = self.pins > 0, 0
         return had
@@ -58,6 +61,7 @@ class Core:
         self.worker = Worker()
         self.resets = 0
         self.in_use: Callable[[], bool] = lambda: False
+        self.scheduler, self.batch_queue = SimpleNamespace(requests={}), None
         self.model_executor: Any = SimpleNamespace(collective_rpc=self._run, sleeping_tags=set())
 
     def _run(self, method: Any, timeout: float | None = None) -> list[Any]:

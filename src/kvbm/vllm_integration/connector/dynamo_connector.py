@@ -197,8 +197,8 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         """The last blocks of a request are stored in steps after its end, and vLLM steps on for them: a second at most
         for those that are not pinned, 2 s where the manager does not answer, 30 s where copies do not end
-        (`Stores.pending`)."""
-        return self._scheduler.stores_pending() if self._scheduler is not None else False
+        (`Stores.pending`). A pause is complete when no load writes to the device."""
+        return self._scheduler.work_pending() if self._scheduler is not None else False
 
     def has_pending_block_frees(self) -> bool:
         """Blocks of requests that ended are pinned until they are copied, for milliseconds: vLLM (0.30) preempts no
