@@ -13,11 +13,15 @@ import msgspec
 
 from kvbm.block import KEY_BYTES
 from kvbm.errors import MessageTooLong, ProtocolError
-from kvbm.protocol import FACTS_BYTES_MAX, MESSAGE_BYTES_MAX, STORED_KEYS_MAX, TOKEN_BYTES, Message
+from kvbm.protocol import MESSAGE_BYTES_MAX, STORED_KEYS_MAX, Message
 
 LENGTH_BYTES = 4
 OUTGOING_BYTES_MAX = 32 << 20
 RECEIVE_BYTES = 1 << 18
+TOKEN_BYTES = 4
+"""Of one token in `Reserve.tokens`."""
+FACTS_BYTES_MAX = 1024
+"""Of one block in `Reserve.facts`: what needs more is not announced."""
 _VALUE_BYTES = 8
 """More than msgpack spends on the length of one of many values."""
 

@@ -18,16 +18,11 @@ from kvbm.layout import BlockLayout, Namespace
 PROTOCOL_VERSION = 11
 MESSAGE_BYTES_MAX = 8 << 20
 
-TOKEN_BYTES = 4
-
 KEYS_PER_MESSAGE_MAX = 131_072
 """Blocks of a request beyond this many are neither looked up nor stored in one go."""
 
 STORED_KEYS_MAX = KEYS_PER_MESSAGE_MAX // 2
 """The most keys of one `Reserve`: with a hash for each, it is as long as a `Lookup` may be."""
-
-FACTS_BYTES_MAX = 1024
-"""Of one block in `Reserve.facts`: what needs more is not announced."""
 
 HELD = -1
 """In `ReserveReply.slots`: the manager holds this block already, or another engine is storing it."""

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import msgspec
 
 from kvbm.block import KEY_BYTES
+from kvbm.framing import FACTS_BYTES_MAX
 from kvbm.hashing import derive_key, join_keys, keys_in_space, space_mask
 from kvbm.hints import UNHINTED, ClientHint, Verdict
 from kvbm.leader.retry import Retry
-from kvbm.protocol import FACTS_BYTES_MAX
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from kvbm.block import KEY_BYTES
-from kvbm.framing import announced_keys_max
+from kvbm.framing import TOKEN_BYTES, announced_keys_max
 from kvbm.hashing import join_keys
 from kvbm.manager.held_keys import KeyListener
 from kvbm.manager.session import Session
 from kvbm.manager.slot_facts import SlotFacts, TierListener
 from kvbm.manager.space import Space
 from kvbm.protocol import (
-    TOKEN_BYTES,
     HeldBlocks,
     Message,
     RemovedBlocks,

@@ -11,6 +11,7 @@ import msgspec
 from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Tier
 from kvbm.clock import Clock
 from kvbm.errors import ProtocolError
+from kvbm.framing import TOKEN_BYTES
 from kvbm.hashing import split_keys
 from kvbm.hints import as_tuples, latest
 from kvbm.manager.followers import Followers
@@ -25,7 +26,6 @@ from kvbm.manager.traffic import Traffic
 from kvbm.observe import moves_log
 from kvbm.protocol import (
     REFUSED,
-    TOKEN_BYTES,
     Commit,
     CopiesHang,
     FenceDone,

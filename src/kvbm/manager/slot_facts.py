@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvbm.block import KEY_BYTES, BlockKey, Tier
+from kvbm.framing import FACTS_BYTES_MAX, TOKEN_BYTES
 from kvbm.manager.pool import SlotPool
-from kvbm.protocol import FACTS_BYTES_MAX, HELD, TOKEN_BYTES
+from kvbm.protocol import HELD
 
 """A block of which the engine says more than so much is not announced."""
 

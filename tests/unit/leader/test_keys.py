@@ -9,16 +9,14 @@ import pytest
 
 from kvbm import framing
 from kvbm.block import KEY_BYTES, BlockKey
-from kvbm.framing import announced_keys_max, encode
+from kvbm.framing import FACTS_BYTES_MAX, TOKEN_BYTES, announced_keys_max, encode
 from kvbm.hashing import derive_key, join_keys, split_keys
 from kvbm.leader.salt import KeySalt
 from kvbm.leader.tracked import Answer, Said, Scheduled
 from kvbm.protocol import (
-    FACTS_BYTES_MAX,
     KEYS_PER_MESSAGE_MAX,
     MESSAGE_BYTES_MAX,
     STORED_KEYS_MAX,
-    TOKEN_BYTES,
     Lookup,
     Reserve,
 )

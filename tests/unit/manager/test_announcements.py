@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 
 from kvbm.block import KEY_BYTES, BlockKey, Tier
-from kvbm.framing import encode
+from kvbm.framing import FACTS_BYTES_MAX, TOKEN_BYTES, encode
 from kvbm.hashing import join_keys, split_keys
 from kvbm.manager import announcements
 from kvbm.manager.announcements import next_events
 from kvbm.manager.slot_facts import SlotFact, SlotFacts
 from kvbm.protocol import (
-    FACTS_BYTES_MAX,
-    TOKEN_BYTES,
     Announce,
     Lookup,
     LookupReply,

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvbm.block import KEY_BYTES, Tier
+from kvbm.framing import FACTS_BYTES_MAX
 from kvbm.manager.slot_facts import SlotFact, SlotFacts, TierListener
-from kvbm.protocol import FACTS_BYTES_MAX
 from rigs.property_tests import scale_examples
 
 SLOTS = 6
