@@ -225,11 +225,20 @@ class WhyPrompt(Message, frozen=True, kw_only=True, tag="why_prompt?"):
 # ---- manager → admin
 
 
+class TableReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A table of the manager: its entries, their greatest number, and the bytes of one."""
+
+    name: str
+    count: int
+    most: int
+    entry_bytes: int
+
+
 class Description(Message, frozen=True, kw_only=True, tag="description"):
     """The manager as it is now. `fences` are groups of slots that wait until a slow rank writes no more to them;
     `refused` counts the sessions that were refused. Of `asked_blocks` that were looked up since the start, `hit_blocks`
     were found, by tier that this manager has. `events` is where it publishes KV events, `events_replay` where it
-    repeats them (empty: nowhere).
+    repeats them (empty: nowhere). `tables` take its memory beside the tiers; those of each namespace come apart.
     """
 
     version: str
@@ -245,6 +254,7 @@ class Description(Message, frozen=True, kw_only=True, tag="description"):
     refused: int
     events: str = ""
     events_replay: str = ""
+    tables: tuple[TableReport, ...] = ()
 
 
 class BlockPage(Message, frozen=True, kw_only=True, tag="blocks"):

@@ -22,6 +22,7 @@ from kvbm.manager.leases import PREFETCHES, Lease, LeaseState, Reservation
 from kvbm.manager.lookups import LEASE_S, LookingUp
 from kvbm.manager.space import Space
 from kvbm.manager.storing import RESERVATION_S
+from kvbm.manager.table_sizes import space_tables
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll, DiskFilter
 from kvbm.protocol import HELD, REFUSED
@@ -337,6 +338,11 @@ class ManagerMachine(RuleBasedStateMachine):
         self.calm_steps += 1
         self.space.check()
         rising = self.space.disk.onboarder.queued_count if self.space.disk else 0
+        large = [each for each in space_tables(self.space) if each.count > each.most]
+        assert not large, "a table is beyond its bound"
+        assert len(self.space.leases) <= len(self.promised) + len(self.looking) + 1, (
+            "a lease that no request has"
+        )
         reserved = sum(len(r.slots) for r in self.space.reservations)
         assert self.space.host_pool.counts().filling == rising + reserved, "a filling slot that nobody fills"
         if self.space.disk is not None:

@@ -23,6 +23,7 @@ from kvbm.settings import Settings, size_notices, variable
 ANSWER_TIMEOUT_S = 5.0
 SOCKETS_MAX = 32
 _DEAD_NAMED = 3
+_TABLES_NAMED = 3
 _WORDS_MAX = 300
 
 
@@ -75,7 +76,7 @@ def _look_at(path: Path, settings: Settings, named: bool) -> Iterator[Check]:
         with Admin(str(path), settings, ANSWER_TIMEOUT_S) as admin:
             status = admin.ask(StatusQuery(), Status)
             yield _answers(name, status, time.monotonic() - begun_s)
-            yield from _check_device_caches(admin)
+            yield from _check_described(admin, name)
             yield from _check_unread(admin, name)
     except ManagerRefused as error:
         yield fault(name, str(error), "run this as the manager's user, and with its version of KVBM")
@@ -143,12 +144,35 @@ def _left_behind(dead: list[Path], directory: str) -> Iterator[Check]:
     yield advice(f"sockets in {directory}", found, remedy, sockets=len(dead))
 
 
-def _check_device_caches(admin: Admin) -> Iterator[Check]:
-    """Whether host memory is larger than the own cache of each engine that runs."""
+def _check_described(admin: Admin, name: str) -> Iterator[Check]:
+    """What a manager's description of itself shows."""
     try:
         described = admin.ask(Describe(), Description)
     except KvbmError:
         return  # it has just ended
+    yield _check_memory(described, name)
+    yield from _check_device_caches(described)
+
+
+def _check_memory(described: Description, name: str) -> Check:
+    """What the manager's tables take beside its tiers, now and at most, and the largest of them."""
+    tables = sorted(described.tables, key=lambda each: each.most * each.entry_bytes, reverse=True)
+    now_bytes = sum(each.count * each.entry_bytes for each in tables)
+    most_bytes = sum(each.most * each.entry_bytes for each in tables)
+    largest = ", ".join(
+        f"{each.name} {each.count:,} of {each.most:,} ({format_bytes(each.most * each.entry_bytes)})"
+        for each in tables[:_TABLES_NAMED]
+    )
+    return ok(
+        f"tables of {name}",
+        f"{format_bytes(now_bytes)} of at most {format_bytes(most_bytes)} beside the tiers: {largest}",
+        tables_bytes=now_bytes,
+        tables_bytes_max=most_bytes,
+    )
+
+
+def _check_device_caches(described: Description) -> Iterator[Check]:
+    """Whether host memory is larger than the own cache of each engine that runs."""
     host = {
         space.namespace: tier.blocks
         for space in described.spaces

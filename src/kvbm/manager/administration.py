@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import metadata
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from kvbm.admin_protocol import (
@@ -21,6 +21,7 @@ from kvbm.admin_protocol import (
     ListBlocks,
     ListLeases,
     SpaceReport,
+    TableReport,
     TierReport,
 )
 from kvbm.block import NO_COUNT, BlockState
@@ -30,11 +31,13 @@ from kvbm.layout import Namespace
 from kvbm.manager.assembly import SpaceTable
 from kvbm.manager.engines import Engine
 from kvbm.manager.event_stream import Publisher
+from kvbm.manager.history import History
 from kvbm.manager.leases import PINS, READERS
 from kvbm.manager.membership import Membership
 from kvbm.manager.remote_side import report_remote
 from kvbm.manager.session import Session
 from kvbm.manager.space import Space
+from kvbm.manager.table_sizes import history_tables, space_tables
 from kvbm.observe.metric_table import CACHE_TIERS
 from kvbm.observe.metrics import Metrics
 
@@ -59,6 +62,7 @@ class Administration:
         epoch: int,
         refused_count: Callable[[], int],
         clock: Clock,
+        history: History,
         publisher: Publisher | None = None,
     ) -> None:
         self._spaces = spaces
@@ -68,6 +72,7 @@ class Administration:
         self._epoch = epoch
         self._refused_count = refused_count
         self._clock = clock
+        self._history = history
         self._publisher = publisher
         self._started_s = clock()
         self._version = _version()
@@ -98,7 +103,13 @@ class Administration:
             refused=self._refused_count(),
             events=self._publisher.endpoint if self._publisher is not None else "",
             events_replay=self._publisher.replay_endpoint if self._publisher is not None else "",
+            tables=self.tables(),
         )
+
+    def tables(self) -> tuple[TableReport, ...]:
+        """The tables of the manager and of each namespace."""
+        spaces = (space_tables(space) for _, space in self._spaces)
+        return (*history_tables(self._history), *chain.from_iterable(spaces))
 
     def _hit_blocks(self) -> dict[str, int]:
         found = {tier: int(self._metrics.value("kvbm_hit_blocks_total", tier=tier)) for tier in CACHE_TIERS}

@@ -128,6 +128,11 @@ class History:
     def __len__(self) -> int:
         return len(self._requests)
 
+    @property
+    def prompt_count(self) -> int:
+        """Beginnings of prompts that are remembered, with each of their variants."""
+        return sum(map(len, self._prompts.values()))
+
     def unavailable(self, owner: int, message: Lookup) -> None:
         """The lookup came while a rank of its engine was missing: nothing could be found."""
         asked = self._asked(owner, message)

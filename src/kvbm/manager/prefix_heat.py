@@ -44,6 +44,11 @@ class PrefixHeat:
     def __len__(self) -> int:
         return len(self._heads)
 
+    @property
+    def block_count(self) -> int:
+        """Blocks of all last chains."""
+        return sum(len(prefix.chain) for prefix in self._heads.values()) // KEY_BYTES
+
     def asked(self, keys: Sequence[BlockKey], held: int, asked: int, found: int) -> bool:
         """A lookup of this chain ended; its first `held` blocks are in a tier or on the device.
 

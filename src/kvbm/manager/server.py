@@ -109,6 +109,7 @@ class Server:
             self.epoch,
             lambda: self.refused_count,
             clock,
+            self._history,
             publisher,
         )
         self._pins = Pins(self.spaces, clock)

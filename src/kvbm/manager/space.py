@@ -354,6 +354,16 @@ class Space:
         return (bool(self._backlog) or bool(self._usage)) and not self.failure
 
     @property
+    def untold_keys(self) -> int:
+        """Keys of what the policies do not know of yet."""
+        return self._usage.pending_keys
+
+    @property
+    def deadline_count(self) -> int:
+        """Blocks that are to be dropped at a time."""
+        return len(self._retaining.deadlines)
+
+    @property
     def busy(self) -> bool:
         """Blocks are on their way between host memory and the tiers below."""
         return bool(self.below) and (self.below.queued_count > 0 or bool(self._usage))

@@ -18,7 +18,7 @@ from kvbm.policy.contract import ClientWord, tell_hint
 
 OFFERED_AT_ONCE = 512
 """Blocks offered to the tiers below in one slice, which takes about a millisecond where all of them are admitted."""
-_PENDING_KEYS_MAX = 1 << 22
+PENDING_KEYS_MAX = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ _News = _Requested | _Stored | _Ended | _Said
 
 
 class Usage:
-    """News for the policies, in order; past `_PENDING_KEYS_MAX` keys the oldest are forgotten.
+    """News for the policies, in order; past `PENDING_KEYS_MAX` keys the oldest are forgotten.
 
     `pools` says what a space has now: a disk that was off and works again is indexed anew.
     """
@@ -86,6 +86,11 @@ class Usage:
     def __bool__(self) -> bool:
         """Whether there is something left to tell."""
         return self._telling or bool(self._pending)
+
+    @property
+    def pending_keys(self) -> int:
+        """Keys of the news that are left to tell."""
+        return self._pending_keys
 
     def note(
         self,
@@ -129,7 +134,7 @@ class Usage:
     def _add(self, news: _News) -> None:
         self._pending.append(news)
         self._pending_keys += len(news.keys)
-        while self._pending_keys > _PENDING_KEYS_MAX:
+        while self._pending_keys > PENDING_KEYS_MAX:
             self._pending_keys -= len(self._pending.popleft().keys)
 
     def _slices(self, news: _News) -> Iterator[None]:

@@ -22,6 +22,7 @@ from kvbm.cli import doctor_machine as machine
 from kvbm.cli import doctor_managers as managers
 from kvbm.cli.doctor import line_of
 from kvbm.cli.doctor_check import advice
+from kvbm.manager.table_sizes import history_tables, space_tables
 from kvbm.present.numbers import format_bytes
 from kvbm.settings import SCHEMA, Settings
 from kvbm.testing.stored_runs import LAYOUT as TIER_LAYOUT
@@ -169,11 +170,15 @@ def look(bench: ManagerBench) -> managers.Managers:
 
 
 def test_a_manager_that_answers(bench: ManagerBench) -> None:
-    (found,), answering, block_bytes = look(bench)
+    (found, memory), answering, block_bytes = look(bench)
     assert (found.state, answering, block_bytes) == ("ok", 1, LAYOUT.block_bytes)
     assert bench.path in found.name
     assert "unit/model: host 0 of 16 blocks" in found.found
     assert f"({format_bytes(16 * LAYOUT.block_bytes)})" in found.found
+    most = sum(each.most * each.entry_bytes for each in space_tables(bench.space()))
+    most += sum(each.most * each.entry_bytes for each in history_tables(bench.server._history))
+    assert (memory.state, memory.measured["tables_bytes_max"]) == ("ok", most)
+    assert f"of at most {format_bytes(most)} beside the tiers: " in memory.found
 
 
 def test_a_disk_tier_that_is_off_is_a_fault(bench: ManagerBench) -> None:
@@ -181,9 +186,9 @@ def test_a_disk_tier_that_is_off_is_a_fault(bench: ManagerBench) -> None:
     Path(bench.settings.disk_dir).touch()  # so that it cannot come back
     bench.until(lambda: (bench.tick(), bench.space().disk.fault)[1], "the tier did not notice")
     found, answering, _ = look(bench)
-    assert ([check.state for check in found], answering) == (["ok", "fault"], 1)
-    assert found[1].found == bench.space().disk.fault
-    assert found[1].remedy
+    assert ([check.state for check in found], answering) == (["ok", "ok", "fault"], 1)
+    assert found[2].found == bench.space().disk.fault
+    assert found[2].remedy
 
 
 def test_a_manager_from_which_nothing_was_ever_read(bench: ManagerBench) -> None:
@@ -191,11 +196,11 @@ def test_a_manager_from_which_nothing_was_ever_read(bench: ManagerBench) -> None
     bench.metrics.add("kvbm_queried_blocks_total", 8000)
     bench.tick(7 * 3600.0)
     found, _, _ = look(bench)
-    assert [check.state for check in found] == ["ok", "advice"]
-    assert "1.2 TB were stored in 7.0 h and nothing was read" in found[1].found
+    assert [check.state for check in found] == ["ok", "ok", "advice"]
+    assert "1.2 TB were stored in 7.0 h and nothing was read" in found[2].found
     bench.metrics.add("kvbm_onboard_blocks_h2d", 1)
     bench.step()
-    assert [check.state for check in look(bench)[0]] == ["ok"]
+    assert [check.state for check in look(bench)[0]] == ["ok", "ok"]
 
 
 def test_a_socket_that_nobody_serves_and_one_that_hangs(
@@ -226,9 +231,9 @@ def test_many_dead_sockets_are_one_line_and_hide_no_manager(bench: ManagerBench)
         with socket.socket(socket.AF_UNIX) as dead:
             dead.bind(str(directory / f"a{number:02}.sock"))
     found, answering, _ = look(bench)
-    assert ([check.state for check in found], answering) == (["ok", "advice"], 1)
+    assert ([check.state for check in found], answering) == (["ok", "ok", "advice"], 1)
     assert bench.path in found[0].name
-    assert found[1].found == "40 sockets of managers that were killed: a00.sock, a01.sock, a02.sock, …"
+    assert found[2].found == "40 sockets of managers that were killed: a00.sock, a01.sock, a02.sock, …"
 
 
 def test_more_managers_than_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def test_a_policy_of_single_blocks_is_asked_block_by_block(make: Callable[..., B
 def test_the_oldest_news_are_forgotten_where_there_are_too_many(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbm.manager.usage._PENDING_KEYS_MAX", 20)
+    monkeypatch.setattr("kvbm.manager.usage.PENDING_KEYS_MAX", 20)
     bench = make(disk=False)
     bench.store(LONG[:4])
     requests: list[int] = []

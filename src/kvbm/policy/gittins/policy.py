@@ -49,9 +49,10 @@ class Gittins:
         self.running: dict[int, int] = {}
         self._filling, self._tail = set[int](), False
         self.duel = Duel(slot_count, turns_max)
-        runs_max = max(history_runs_min, slot_count // 16)
-        blocks_max = max(history_blocks_min, slot_count // 4)
-        self._history = History(self.tree, self.learner, self.duel, runs_max, blocks_max)
+        self.history_runs_max = max(history_runs_min, slot_count // 16)
+        self.history_blocks_max = max(history_blocks_min, slot_count // 4)
+        bounds = self.history_runs_max, self.history_blocks_max
+        self._history = History(self.tree, self.learner, self.duel, *bounds)
         self._candidates = Candidates(self.tree, self.learner.model, self.duel)
         self.words = Words(self.tree, self.turns, self.learner)
         self.fitting = Fitting(self.tree, self.turns, self.learner)
