@@ -184,7 +184,10 @@ def test_a_manager_that_answers(bench: ManagerBench) -> None:
 def test_a_disk_tier_that_is_off_is_a_fault(bench: ManagerBench) -> None:
     shutil.rmtree(bench.settings.disk_dir)
     Path(bench.settings.disk_dir).touch()  # so that it cannot come back
-    bench.until(lambda: (bench.tick(), bench.space().disk.fault)[1], "the tier did not notice")
+    bench.until(
+        lambda: (bench.tick(), "cannot be used" in bench.space().disk.fault)[1],
+        "the tier was not opened again in vain",
+    )
     found, answering, _ = look(bench)
     assert ([check.state for check in found], answering) == (["ok", "ok", "fault"], 1)
     assert found[2].found == bench.space().disk.fault
