@@ -7,8 +7,12 @@ millisecond, 5 ms at most, whatever the tiers hold. Its caller decides when the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import TypeVar
+
+SLICE_BLOCKS = 128
+"""Blocks that are indexed or forgotten in one slice: an eviction policy takes up to 20 microseconds for each."""
 
 ResultT = TypeVar("ResultT")
 ItemT = TypeVar("ItemT")
@@ -39,6 +43,13 @@ def sliced(items: Sequence[ItemT], size: int) -> Iterator[Sequence[ItemT]]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
+def batches(items: Iterable[ItemT], size: int) -> Iterator[list[ItemT]]:
+    """The same of items that come one after the other."""
+    rest = iter(items)
+    while some := list(islice(rest, size)):
+        yield some
+
+
 class Backlog:
     """Work that can wait. All of it has its turns."""
 
@@ -52,6 +63,10 @@ class Backlog:
     def add(self, work: Iterator[None]) -> None:
         """Do this work too, from now on."""
         self._work.append(work)
+
+    def clear(self) -> None:
+        """Do none of it any more."""
+        self._work.clear()
 
     def advance(self) -> bool:
         """Do one slice. False: nothing was left."""

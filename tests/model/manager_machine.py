@@ -67,7 +67,7 @@ class Writer:
 class ManagerMachine(RuleBasedStateMachine):
     """One space over real host memory; subclasses say what is below."""
 
-    options = SpaceOptions(in_flight_max=4, brought_at_once=1, tidied_at_once=1)
+    options = SpaceOptions(in_flight_max=4, brought_at_once=1, slice_blocks=1)
 
     def __init__(self) -> None:
         super().__init__()

@@ -119,7 +119,7 @@ class FakeTierMachine(ManagerMachine):
     @invariant()
     def the_medium_has_the_blocks_of_the_index(self) -> None:
         """The medium has every block that the manager has in its index of the disk, unless it lost or dropped it."""
-        if not hasattr(self, "space") or self.fake.fault or self.space.clearing:
+        if not hasattr(self, "space") or self.fake.fault or self.space.clearing or self.space.indexing:
             return
         assert self.space.disk is not None
         for slot, entry in self.medium.entries.items():
@@ -141,7 +141,7 @@ class FakeTierMachine(ManagerMachine):
 class StagingMachine(FakeTierMachine):
     """Disk without host: host memory is only the way there."""
 
-    options = SpaceOptions(staging=True, in_flight_max=4, brought_at_once=1, tidied_at_once=1)
+    options = SpaceOptions(staging=True, in_flight_max=4, brought_at_once=1, slice_blocks=1)
 
 
 class StrictLru(LeafFirstLru):

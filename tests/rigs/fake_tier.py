@@ -147,7 +147,7 @@ class FakeTier:
 
     def recovered(self) -> Iterable[RecoveredBlock]:
         found, self._recovered = self._recovered, []
-        return found
+        return sorted(found, key=lambda block: block.sequence)
 
     def submit_store(
         self, job_id: int, blocks: Sequence[BlockHead], slot: SlotIndex, sources: Sequence[memoryview]

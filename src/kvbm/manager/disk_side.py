@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
@@ -18,14 +18,18 @@ from kvbm.manager.names import EngineNames
 from kvbm.manager.offload import Offloader
 from kvbm.manager.onboard import Onboarder, Rising
 from kvbm.manager.pool import ABORTED, TIER_OFF, SlotPool
+from kvbm.manager.recovery_order import FoundBlock
 from kvbm.manager.slot_facts import SlotFacts
 from kvbm.manager.sources import DiskSource
 from kvbm.observe.metrics import Metrics
 from kvbm.observe.moves_log import FullPool
 from kvbm.policy import AdmissionPolicy, make_policy
-from kvbm.tiers.contract import BlockHead, Completion, RunTier
+from kvbm.slices import SLICE_BLOCKS, Backlog, batches
+from kvbm.tiers.contract import BlockHead, Completion, RecoveredBlock, RunTier
 from kvbm.tiers.host import HostArena
 
+SLICES_AT_ONCE = 3
+"""Of an index, when its medium has just been opened."""
 CLOSE_S_MAX = 4.5
 """The disks of a manager are all closed within so many seconds, also where a call to one does not end."""
 RELEASE_S = 1.0
@@ -58,6 +62,8 @@ class DiskSide:
     tail_groups: frozenset[int] = frozenset()
     keeps_facts: bool = False
     salt_share: float = 0.0
+    backlog: Backlog = field(default_factory=Backlog)
+    slice_blocks: int = SLICE_BLOCKS
     pool: SlotPool[BlockKey] = field(init=False)
     facts: SlotFacts = field(init=False)
     held: HeldKeys = field(init=False)
@@ -165,27 +171,41 @@ class DiskSide:
     def _index_anew(self) -> None:
         """Index what a medium that works again has brought back; what it has not is evicted."""
         before = self.pool
-        self._index()
+        self._index(before)
         self.pool.evicted += before.evicted
         self.pool.favouring.take_over(before.favouring, self.clock())
-        self.pool.evicted[TIER_OFF] += self.pool.held(key for _, key in before.resident()).count(0)
 
-    def _index(self) -> None:
-        """Index the blocks that the medium holds, and start with empty queues."""
+    def _index(self, before: SlotPool[BlockKey] | None = None) -> None:
+        """Index the blocks that the medium holds, in slices, and start with empty queues. `before` is an earlier index
+        of the medium."""
         policy = make_policy(self.eviction, self.medium.slot_count)
         slots = self.medium.slot_count
         self.pool = SlotPool(Tier.DISK, slots, policy, self._emptied, salt_share=self.salt_share)
-        found = sorted(self.medium.recovered(), key=lambda block: block.sequence)
-        tails = {block.slot for block in found if block.group in self.tail_groups}
-        self.pool.recover([(block.key, block.parent, block.slot) for block in found], self.clock(), tails)
-        self.facts.emptied(range(self.medium.slot_count))
-        if self.keeps_facts:
-            for block in found:
-                if block.group == 0:
-                    self.facts.found(block.slot, block.engine_hash or block.key)
+        self.facts.emptied(range(slots))
         self.held.indexed_anew(self.pool)
         self.pool.on_committed = self._committed
         self._make_queues()
+        indexing = self._indexing(self.pool, self.medium.recovered(), before)
+        # A small tier is indexed at once.
+        if not any(next(indexing, self) is self for _ in range(SLICES_AT_ONCE)):
+            self.backlog.add(indexing)
+
+    def _indexing(
+        self, pool: SlotPool[BlockKey], found: Iterable[RecoveredBlock], before: SlotPool[BlockKey] | None
+    ) -> Iterator[None]:
+        for _ in pool.recovering(map(self._found, found), self.clock(), self.slice_blocks):
+            yield
+            if pool is not self.pool:
+                return  # the medium was opened once more
+        if before is not None:
+            for some in batches((key for _, key in before.resident()), self.slice_blocks):
+                pool.evicted[TIER_OFF] += pool.held(some).count(0)
+                yield
+
+    def _found(self, block: RecoveredBlock) -> FoundBlock[BlockKey]:
+        if self.keeps_facts and block.group == 0:
+            self.facts.found(block.slot, block.engine_hash or block.key)
+        return FoundBlock(block.key, block.parent, block.slot, block.group in self.tail_groups)
 
     def _make_queues(self) -> None:
         self.onboarder = Onboarder(

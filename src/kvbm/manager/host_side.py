@@ -12,10 +12,11 @@ from kvbm.manager.departed import Departed
 from kvbm.manager.held_keys import HeldKeys
 from kvbm.manager.names import EngineNames
 from kvbm.manager.onboard import Rising
-from kvbm.manager.pool import TIDIED_AT_ONCE, SlotPool
+from kvbm.manager.pool import SlotPool
 from kvbm.manager.slot_facts import SlotFacts
 from kvbm.policy import make_policy
 from kvbm.policy.last_copies import LastCopies
+from kvbm.slices import SLICE_BLOCKS
 from kvbm.tiers.host import HostArena
 
 
@@ -24,7 +25,7 @@ class SpaceOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     `eviction` names the policy of both tiers; a staging area keeps no order but that of use.
     `brought_at_once`: blocks of a long run that a lookup queues for reading before it gives others their turn.
-    `tidied_at_once`: cleared blocks that are forgotten before others have theirs.
+    `slice_blocks`: blocks that are indexed or forgotten before others have theirs.
     `keeps_facts`: the tier below keeps what is said of blocks. `salt_share` is the part of an equal share of each tier
     that a tenant is sure of.
     """
@@ -33,7 +34,7 @@ class SpaceOptions(msgspec.Struct, frozen=True, kw_only=True):
     eviction: str = "lru"
     in_flight_max: int = 64
     brought_at_once: int = 512
-    tidied_at_once: int = TIDIED_AT_ONCE
+    slice_blocks: int = SLICE_BLOCKS
     keeps_facts: bool = False
     salt_share: float = 0.5
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from kvbm.block import NO_SLOT, BlockState, SlotIndex, Tier, Transition
-from kvbm.manager.block_index import BlockIndex, KeyT
+from kvbm.manager.block_index import BlockIndex
 from kvbm.manager.favouring import Favouring
-from kvbm.manager.recovery_order import parents_first
+from kvbm.manager.recovery_order import FoundBlock, KeyT, parents_first, runs_of
 from kvbm.policy import EvictionPolicy
 from kvbm.policy.contract import ClientWord, insert_tail, request_tail, tell_hint
-from kvbm.slices import sliced
+from kvbm.slices import SLICE_BLOCKS, at_once, batches, sliced
 
 if TYPE_CHECKING:
     from kvbm.manager.slot_table import SlotTable
@@ -31,8 +31,6 @@ EXPIRED = "expired"
 """Why a block was dropped: the policy chose it to make room; somebody dropped the whole tier; its checksum did not
 match; the medium had another block in its place, or none; the tier was off, and came back without it; its client wanted
 it kept for no longer. `ABORTED`: it was being filled, and its bytes never became complete."""
-TIDIED_AT_ONCE = 128
-"""Cleared blocks that are forgotten in one slice; a policy takes up to 20 microseconds for each."""
 
 
 class PoolCounts(msgspec.Struct, frozen=True):
@@ -76,7 +74,9 @@ class SlotPool(BlockIndex[KeyT]):
         self._on_emptied = on_emptied
         self.on_committed: Callable[[Sequence[int]], None] | None = None
         self._chained = chained
-        self._free = array("i", range(slot_count - 1, -1, -1))
+        self._free = self._table.free_slots()
+        self.unindexed_count = 0
+        """Slots of blocks found after a restart that are not indexed yet."""
         self.tails = bytearray(slot_count)  # whether a slot's block is one of a tail; others only read
 
     # ---- questions
@@ -128,13 +128,14 @@ class SlotPool(BlockIndex[KeyT]):
         return PoolCounts(
             free=self.free_count,
             filling=self._table.count(BlockState.FILLING),
-            resident=self._table.count(BlockState.RESIDENT),
+            resident=self._table.count(BlockState.RESIDENT) + self.unindexed_count,
             leased=self._table.leased_count(),
         )
 
     def all_in_use(self) -> bool:
         """Whether every slot is leased or being filled, so that no policy could make room. Looks at all slots."""
-        return not self.free_count and self._table.count(BlockState.RESIDENT) == self._table.leased_count()
+        idle = self.free_count or self.unindexed_count
+        return not idle and self._table.count(BlockState.RESIDENT) == self._table.leased_count()
 
     def resident(self) -> Iterator[tuple[SlotIndex, KeyT]]:
         """Every resident slot with its key."""
@@ -182,18 +183,42 @@ class SlotPool(BlockIndex[KeyT]):
         self._fill(slots, keys, parent_slot, now_s, tail)
         return list(cast(Sequence[SlotIndex], slots))
 
-    def recover(
-        self, found: Sequence[tuple[KeyT, KeyT | None, int]], now_s: float, tails: Container[int] = ()
-    ) -> None:
-        """Fill an empty pool with blocks found after a restart: (key, parent, slot), oldest first, keys distinct; those
-        in the slots `tails` are of tails."""
+    def recover(self, found: Sequence[FoundBlock[KeyT]], now_s: float) -> None:
+        """Fill an empty pool with blocks found after a restart, oldest first, keys distinct."""
+        at_once(self.recovering(found, now_s))
+
+    def recovering(
+        self, found: Iterable[FoundBlock[KeyT]], now_s: float, blocks_at_once: int = SLICE_BLOCKS
+    ) -> Generator[None, None, None]:
+        """`recover` in slices of so many blocks. A block can be found once its slice is done. Until all of them are
+        known no slot is free, and `holds` does not know them; afterwards it does."""
         assert len(self._free) == self.slot_count, "only an empty pool recovers"
-        self.favouring.recovers(bool(found))
-        recency_s = {key: now_s - 1e-6 * (len(found) - i) for i, (key, _, _) in enumerate(found)}
-        for key, parent, slot in parents_first(found):
-            self._fill((slot,), (key,), self._slot_of(parent), recency_s[key], slot in tails)
-            self.commit(slot)
-        self._free = array("i", (s for s in range(self.slot_count - 1, -1, -1) if not self._state[s]))
+        self._free, self.unindexed_count = array("i"), self.slot_count
+        self.favouring.recovers(True)
+        all_found, taken = list[FoundBlock[KeyT]](), bytearray(self.slot_count)
+        for some in batches(found, blocks_at_once):
+            all_found += some
+            self._waiting.update((entry.key, entry) for entry in some)
+            for entry in some:
+                taken[entry.slot] = 1
+            yield
+        self._free, self.unindexed_count = self._table.free_slots(taken), len(all_found)
+        self.favouring.recovers(bool(all_found))
+        done = 0
+        for run in runs_of(parents_first(all_found, self._waiting, taken), blocks_at_once):
+            for entry in run:
+                del self._waiting[entry.key]
+            slots = [entry.slot for entry in run]
+            recency_s = now_s - 1e-6 * self.unindexed_count
+            self.unindexed_count -= len(run)
+            self._fill(
+                slots, [entry.key for entry in run], self._slot_of(run[0].parent), recency_s, run[0].tail
+            )
+            self.commit_all(slots)
+            done += len(run)
+            if done >= blocks_at_once:
+                done = 0
+                yield
 
     def commit(self, slot: int) -> None:
         """The slot's bytes are complete: the block can be found from now on."""
@@ -272,12 +297,13 @@ class SlotPool(BlockIndex[KeyT]):
     def clear(self) -> tuple[int, int]:
         """Evict every block that is not in use; (dropped, in use). They cannot be found from now on, and their slots
         count as free; `tidying` forgets them."""
+        assert not self.unindexed_count, "blocks that are not indexed yet cannot be cleared"
         dropped = self._table.clear_idle()
         self.cleared_count += dropped
         self.evicted[RESET] += dropped
         return dropped, self.slot_count - self.free_count
 
-    def tidying(self, blocks_at_once: int = TIDIED_AT_ONCE) -> Iterator[None]:
+    def tidying(self, blocks_at_once: int = SLICE_BLOCKS) -> Iterator[None]:
         """Forget the blocks that were cleared, and end what is retained of them, in slices of so many blocks."""
         retained = self.favouring.retained_entries()
         while self.cleared_count:
@@ -293,7 +319,7 @@ class SlotPool(BlockIndex[KeyT]):
         """Assert the conservation law and that the index agrees with the slots."""
         states = [self._state.count(state) for state in BlockState]
         assert sum(states) == self.slot_count
-        assert states[BlockState.FREE] == self.free_count
+        assert states[BlockState.FREE] == self.free_count + self.unindexed_count
         assert len(self._free) == len(set(self._free))
         assert (
             states[BlockState.FILLING] + states[BlockState.RESIDENT] == len(self._slots) - self.cleared_count

@@ -359,11 +359,14 @@ class Server:
         else:
             # Its keys are other ones from now on; blocks under the old keys may be another engine's.
             spaces = [] if self.membership.shared(engine) else [engine.space]
+        on_disk = spaces if message.tier in ("", Tier.DISK.name.lower()) else []
+        for space in on_disk:
+            while space.indexing and space.catch_up():
+                yield
         results = [space.begin_clear(message.tier) for space in spaces]
-        for space in spaces:
+        for space in on_disk:
             while space.clearing and space.catch_up():
                 yield
-        on_disk = spaces if message.tier in ("", Tier.DISK.name.lower()) else []
         self._resets.note(session, on_disk, sum(r[0] for r in results), sum(r[1] for r in results))
 
     def _announce_tiers(self, session: Session, message: Announce) -> None:

@@ -34,6 +34,15 @@ class SlotTable:
         """Whether the slot is leased."""
         return self._counts[slot] > 0  # type: ignore[call-overload,no-any-return]  # a slot is a number
 
+    def free_slots(self, taken: bytearray | None = None) -> array[int]:
+        """All slots, or those that are not marked in `taken`, the last one first."""
+        slots = (
+            np.arange(len(self.state), dtype=np.int32)
+            if taken is None
+            else np.flatnonzero(np.frombuffer(taken, np.uint8) == 0).astype(np.int32)
+        )
+        return array("i", slots[::-1].tobytes())
+
     def clear_idle(self) -> int:
         """Evict all resident slots without leases, and mark them; how many they are. Costs about 2 ns a slot."""
         if not len(self._cleared):

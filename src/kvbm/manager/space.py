@@ -73,6 +73,7 @@ class Space:
         """Empty while the space works (see `guarded_space`)."""
         self.on_progress = on_progress
         self._metrics, self._clock = metrics, clock
+        self._backlog = Backlog()
         self.leases: HoldTable[Lease] = HoldTable()
         self.reservations: HoldTable[Reservation] = HoldTable()
         self.departed = Departed(clock, options.staging)
@@ -83,7 +84,6 @@ class Space:
         self.disk = self._make_disk(medium, host, admission, tail_groups) if medium is not None else None
         self.remotes = sides_of(remotes, host, options, metrics, clock, on_progress, self.departed.not_sent)
         self.below = Below(host, self.disk, self.remotes, options.brought_at_once)
-        self._backlog = Backlog()
         self._usage = Usage(lambda: self.pools, self.below.downward, clock)
         self.heat = PrefixHeat()
         self._retaining = Retaining(layout, self._keeping_pools, clock)
@@ -115,6 +115,8 @@ class Space:
             tail_groups=tail_groups,
             keeps_facts=self.options.keeps_facts,
             salt_share=self.options.salt_share,
+            backlog=self._backlog,
+            slice_blocks=self.options.slice_blocks,
         )
 
     def _make_lookups(self) -> Lookups:
@@ -291,9 +293,10 @@ class Space:
         return self.foresight.advance() or left
 
     def catch_up(self) -> bool:
-        """Do a slice of what can wait while clients are answered: give back the slots of cleared blocks, end leases,
-        tell the policies what happened. False: nothing was left."""
-        return self._backlog.advance() or self._usage.tell()
+        """Do a slice of what can wait while clients are answered: index a disk, give back the slots of cleared blocks,
+        end leases, tell the policies what happened. False: nothing was left."""
+        done = self._backlog.advance()
+        return self._usage.tell() or done
 
     def work_later(self, work: Iterator[None]) -> None:
         """Do the first slice of this now, and the others in `catch_up`."""
@@ -329,7 +332,10 @@ class Space:
 
     def begin_clear(self, tier: str = "") -> tuple[int, int]:
         """As `clear`, in slices: none of the dropped blocks can be found from now on, and their slots count as free.
-        `catch_up` forgets them; only then they stay dropped from disk after a crash (`clearing`)."""
+        `catch_up` forgets them; only then they stay dropped from disk after a crash (`clearing`). While a disk is
+        `indexing`, that is ended first."""
+        while self.indexing and self._backlog.advance():
+            pass
         if tier in ("", self.host_pool.tier.name.lower()):
             for reservation in self.reservations:
                 reservation.stale = True
@@ -338,10 +344,15 @@ class Space:
             if tier in ("", pool.tier.name.lower()):
                 gone, kept = pool.clear()
                 dropped, in_use = dropped + gone, in_use + kept
-                self.work_later(pool.tidying(self.options.tidied_at_once))
+                self.work_later(pool.tidying(self.options.slice_blocks))
         if not tier:
             self.work_later(self._retaining.deadlines.clearing())
         return dropped, in_use
+
+    @property
+    def indexing(self) -> bool:
+        """Some of the blocks that the disk had when it was opened cannot be found yet."""
+        return self.disk is not None and not self.failure and self.disk.pool.unindexed_count > 0
 
     @property
     def clearing(self) -> bool:
@@ -403,6 +414,7 @@ class Space:
         self.foresight.on = False
         for lease in list(self.leases):
             self.release(lease.owner, lease.number)
+        self._backlog.clear()  # it is of no use any more
         self.pump()
         self.below.close(keep, disk_until_s)
         self.arena.close()

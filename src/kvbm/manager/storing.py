@@ -25,10 +25,9 @@ from kvbm.manager.usage import OFFERED_AT_ONCE, Usage
 from kvbm.observe import moves_log
 from kvbm.observe.metrics import Metrics
 from kvbm.protocol import HELD, REFUSED
+from kvbm.slices import SLICE_BLOCKS
 
 RESERVATION_S = 120.0
-ABORTED_AT_ONCE = 128
-"""Slots that are given back in one slice; a policy takes up to 20 microseconds for each."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -149,8 +148,8 @@ class Storing:
         slots = reservation.slots
         if self.reservations.get(reservation.owner, reservation.number) is reservation:
             while slots:
-                self.host_pool.abort_all(slots[: -ABORTED_AT_ONCE - 1 : -1])
-                del slots[-ABORTED_AT_ONCE:]
+                self.host_pool.abort_all(slots[: -SLICE_BLOCKS - 1 : -1])
+                del slots[-SLICE_BLOCKS:]
                 yield
             self.reservations.pop(reservation.owner, reservation.number)
 

@@ -129,7 +129,7 @@ class RunTier(Protocol):
     run_blocks_max: int
 
     def recovered(self) -> Iterable[RecoveredBlock]:
-        """The blocks found at start, once; all other slots are free."""
+        """The blocks found at start, once, the oldest first; all other slots are free."""
 
     def submit_store(
         self, job_id: int, blocks: Sequence[BlockHead], slot: SlotIndex, sources: Sequence[memoryview]

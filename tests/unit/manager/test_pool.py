@@ -9,6 +9,7 @@ import pytest
 from kvbm.block import TRANSITIONS, BlockKey, BlockState, Tier, Transition
 from kvbm.hashing import chain_keys
 from kvbm.manager.pool import ABORTED, CAPACITY, RESET, PoolCounts, SlotPool
+from kvbm.manager.recovery_order import FoundBlock
 from kvbm.policy import LeafFirstLru
 from kvbm.slices import at_once
 
@@ -112,15 +113,20 @@ def test_making_room_takes_leaves_of_others_before_ones_own_prefix() -> None:
 
 
 def test_a_pool_recovers_what_it_is_told_in_order_of_age() -> None:
-    found = [(KEYS[2], KEYS[1], 5), (KEYS[0], None, 3), (KEYS[1], KEYS[0], 4), (KEYS[20], None, 0)]
+    found = [
+        FoundBlock(KEYS[2], KEYS[1], 5),
+        FoundBlock(KEYS[0], None, 3),
+        FoundBlock(KEYS[1], KEYS[0], 4),
+        FoundBlock(KEYS[20], None, 0),
+    ]
     for seed in range(6):
         random.Random(seed).shuffle(found)
         pool, _ = make(6)
         pool.recover(found, 100.0)
         pool.check()
         assert pool.counts().resident == 4
-        for key, _, slot in found:
-            assert pool.find(key) == slot
+        for each in found:
+            assert pool.find(each.key) == each.slot
         free = {pool.reserve(BlockKey(bytes([i]) * 32), None, 101.0) for i in (1, 2)}
         assert free == {1, 2}
         victims = []
@@ -133,17 +139,50 @@ def test_a_pool_recovers_what_it_is_told_in_order_of_age() -> None:
 
 def test_recovered_parents_may_be_missing_or_circular() -> None:
     pool, _ = make(3)
-    pool.recover([(KEYS[0], KEYS[1], 0), (KEYS[1], KEYS[0], 1), (KEYS[2], KEYS[99], 2)], 0.0)
+    pool.recover(
+        [
+            FoundBlock(*each)
+            for each in ((KEYS[0], KEYS[1], 0), (KEYS[1], KEYS[0], 1), (KEYS[2], KEYS[99], 2))
+        ],
+        0.0,
+    )
     pool.check()
     for key in (KEYS[50], KEYS[51], KEYS[52]):
         assert pool.reserve(key, None, 1.0) is not None, "a block can never go"
+
+
+def test_a_pool_recovers_some_blocks_at_a_time_and_serves_meanwhile() -> None:
+    pool, emptied = make(12)
+    found = [FoundBlock(KEYS[i], KEYS[i - 1] if i else None, i) for i in range(8)]
+    recovering = pool.recovering(found, 100.0, 3)
+    for known in (3, 6, 8):
+        next(recovering)
+        pool.check()
+        assert pool.counts().free == 0, "which slots are free is not known yet"
+        assert pool.reserve_chain(OTHER[:1], None, 101.0) == []
+        assert not pool.all_in_use()
+        assert sum(pool.held(KEYS[:8])) == known
+    next(recovering)
+    pool.check()
+    assert pool.counts() == PoolCounts(free=4, filling=0, resident=8, leased=0)
+    assert [pool.find(key) is not None for key in KEYS[:8]] == [True] * 3 + [False] * 5
+    assert pool.held(KEYS[:9]) == b"\1" * 8 + b"\0", "nobody is to store them again"
+    assert (pool.holds(KEYS[7]), pool.holds_any(KEYS[7:9])) == (True, True)
+    pool.lease(0)
+    new = pool.reserve_chain(OTHER[:4], None, 102.0)
+    assert sorted(new) == [8, 9, 10, 11], "the slots of blocks that are not indexed yet are not given away"
+    pool.commit_all(new)
+    at_once(recovering)
+    pool.check()
+    assert pool.find_all(KEYS[:8]) == list(range(8))
+    assert emptied == []
 
 
 def test_a_pool_in_use_does_not_recover() -> None:
     pool, _ = make(2)
     put(pool, KEYS[0])
     with pytest.raises(AssertionError):
-        pool.recover([(KEYS[1], None, 0)], 0.0)
+        pool.recover([FoundBlock(KEYS[1], None, 0)], 0.0)
 
 
 def test_clearing_counts_what_went_and_what_stays() -> None:

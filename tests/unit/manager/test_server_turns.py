@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,8 @@ from kvbm.clock import ManualClock
 from kvbm.hashing import chain_keys, join_keys
 from kvbm.manager import disk_health
 from kvbm.manager import space as space_module
-from kvbm.manager.pool import TIDIED_AT_ONCE
 from kvbm.manager.requests import RESERVED_AT_ONCE
 from kvbm.manager.server import ANSWERS_FIRST
-from kvbm.manager.storing import ABORTED_AT_ONCE
 from kvbm.protocol import (
     REFUSED,
     FromManager,
@@ -28,6 +27,7 @@ from kvbm.protocol import (
     Reset,
     ResetReply,
 )
+from kvbm.slices import SLICE_BLOCKS
 from rigs.manager import KEYS, LAYOUT, Client, ManagerBench, connect_operator, store
 
 LONG = chain_keys(
@@ -271,7 +271,7 @@ def test_a_reset_drops_everything_at_once_and_gives_the_slots_back_in_slices(man
     before = pool.cleared_count
     while not manager.server.idle:
         manager.server.step(0.0)
-        assert before - pool.cleared_count <= TIDIED_AT_ONCE
+        assert before - pool.cleared_count <= SLICE_BLOCKS
         before = pool.cleared_count
     assert pool.cleared_count == 0
 
@@ -294,7 +294,51 @@ def test_the_leases_and_slots_of_an_engine_that_goes_end_in_slices(
     while not manager.server.idle or manager.server.engine_count:
         manager.server.step(0.0)
         counts = pool.counts()
-        assert filling - counts.filling <= ABORTED_AT_ONCE
+        assert filling - counts.filling <= SLICE_BLOCKS
         assert held - len(leases) <= 1
         filling, held = counts.filling, len(leases)
     assert pool.counts().filling == pool.counts().leased == 0
+
+
+def test_a_disk_full_of_blocks_is_indexed_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start() -> ManagerBench:
+        return ManagerBench(
+            tmp_path,
+            clock=HurriedClock(50.0),
+            host_blocks=len(LONG) + 8,
+            disk_blocks=len(LONG) + 8,
+            disk_dir=str(tmp_path / "disk"),
+            disk_offload_filter=False,
+        )
+
+    manager = start()
+    leader, worker = manager.engine()
+    store(leader, worker, 1, LONG)
+    manager.until(lambda: manager.space().disk.pool.counts().resident == len(LONG))  # type: ignore[union-attr]
+    manager.server.close(keep=True)
+    manager.open = False
+    (tmp_path / "m.sock").unlink(missing_ok=True)
+    manager = start()
+    hurry(manager)
+    slices = list[tuple[int, int]]()
+    step = manager.server.step
+
+    def watched_step(timeout_s: float = 0.0) -> None:
+        step(timeout_s)
+        if list(manager.server.spaces):
+            pool = manager.space().disk.pool  # type: ignore[union-attr]  # there is one
+            slices.append((pool.unindexed_count, manager.server.engine_count))
+
+    monkeypatch.setattr(manager.server, "step", watched_step)
+    manager.engine()
+    while not manager.server.idle:
+        manager.server.step(0.0)
+    known = [count for count, _ in slices if count <= len(LONG)]
+    assert all(before - after <= SLICE_BLOCKS for before, after in pairwise(known))
+    assert slices[0][0] > 0 and slices[0][1] == 1, "an engine is let in before all is indexed"
+    disk = manager.space().disk
+    assert disk is not None
+    assert disk.pool.unindexed_count == 0
+    assert sum(disk.pool.held(LONG)) == len(LONG)
+    manager.check()
+    manager.close()

@@ -13,6 +13,7 @@ import errno
 import logging
 import os
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -250,8 +251,11 @@ class DiskMedium:
             self._journal.void(slot, count)
 
     def recover(self) -> list[RecoveredBlock]:
-        """The blocks that the journal holds; of two with one key the newer. Voids all other records. Where pages of the
-        journal cannot be read, their records are lost, and the others move to a new file. Raises OSError."""
+        """The blocks that the journal holds, the oldest first; of two with one key the newer. Voids all other records.
+
+        Where pages of the journal cannot be read, their records are lost, and the others move to a new file. Raises
+        OSError.
+        """
         newest: dict[BlockKey, RecoveredBlock] = {}
         rejected: list[SlotIndex] = []
         damaged_count = 0
@@ -289,7 +293,7 @@ class DiskMedium:
             self._journal.void(slot)
         if damaged_count:
             log.warning("disk tier: dropped %d damaged journal record(s) in %s", damaged_count, self.path)
-        return list(newest.values())
+        return sorted(newest.values(), key=attrgetter("sequence"))
 
     def _move_journal(self) -> None:
         """Put a copy in the journal's place, on other pages of the medium. Raises OSError."""
