@@ -16,6 +16,7 @@ PARTS = {
     "turns": "benchmarks.loop_turns",
     "events": "benchmarks.events",
     "scheduler": "benchmarks.scheduler_thread",
+    "stopped": "benchmarks.stopped_manager",
     "ttft": "benchmarks.ttft",
     "overhead": "benchmarks.overhead",
     "shared": "benchmarks.shared_prefix",
