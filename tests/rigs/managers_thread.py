@@ -36,14 +36,9 @@ CALLERS = {
         "kvbm/manager/slot_facts.py",
         "of",
     ): "facts of a block on disk, for events: a read of some hundred bytes",
-    (
-        "kvbm/manager/assembly.py",
-        "drop",
-    ): "the last engine of an ephemeral namespace has gone: its disk is closed",
     ("/linecache.py", "checkcache"): "a defect is logged with the lines of its source",
     ("/linecache.py", "updatecache"): "the same",
     ("kvbm/strict.py", "record_swallowed"): "the record that a test looks at",
-    ("kvbm/tiers/host.py", "__init__"): "host memory is made: its files are in memory",
 }
 """Functions of ours below which such calls are made knowingly."""
 

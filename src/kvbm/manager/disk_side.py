@@ -32,6 +32,7 @@ SLICES_AT_ONCE = 3
 """Of an index, when its medium has just been opened."""
 CLOSE_S_MAX = 4.5
 """The disks of a manager are all closed within so many seconds, also where a call to one does not end."""
+AT_ONCE = -inf
 RELEASE_S = 1.0
 """This much of it is kept for releasing a medium, after queued blocks were written."""
 RELEASE_S_MIN = 0.05
@@ -156,7 +157,10 @@ class DiskSide:
 
     def close(self, keep: bool, until_s: float | None = None) -> None:
         """Write queued blocks as long as the medium takes them, and release it. That ends by `until_s`, or after
-        `CLOSE_S_MAX`: what is not written then is not in the journal either."""
+        `CLOSE_S_MAX`: what is not written then is not in the journal either. With `AT_ONCE` nothing is waited for."""
+        if until_s == AT_ONCE:
+            self.medium.close(keep, 0.0)
+            return
         until_s = self.clock() + CLOSE_S_MAX if until_s is None else until_s
         queued = self.offloader.queued_count
         while queued and self.medium.drain(max(0.0, until_s - RELEASE_S - self.clock())):

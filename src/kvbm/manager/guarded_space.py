@@ -128,7 +128,7 @@ class GuardedSpace(Space):
         if self.failure:
             # Each of them may have been closed already, before it failed.
             if self.disk is not None:
-                _try_close(partial(self.disk.medium.close, keep))
+                _try_close(partial(self.disk.medium.close, keep, 0.0))
             for remote in self.remotes:
                 _try_close(remote.tier.close)
             _try_close(self.arena.close)

@@ -52,6 +52,8 @@ PRIVATE_GRACE_S = 0.2
 PRIVATE_FIRST_ENGINE_S = 120.0
 SOCKET_FIELD = variable("manager")
 PORT_FIELD = variable("metrics_port")
+GIL_SWITCH_S = 0.001
+"""A thread that reads a journal gives the GIL back to the loop after so long, not after Python's 5 ms."""
 METRICS_PORTS_MAX = 16
 """Ports that a private manager tries for its metrics: engines beside one another mostly ask for the same one."""
 _BACKLOG = 128
@@ -115,6 +117,7 @@ def serve(
         on_listening()
         started_s = clock()
         seen_engine = False
+        sys.setswitchinterval(GIL_SWITCH_S)
         with collected_when_idle(clock) as turn_ended:
             while not signals.received:
                 server.step()

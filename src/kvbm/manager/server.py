@@ -4,10 +4,7 @@ Answers come first; what policies learn of requests waits until no client does (
 
 Everything a manager owns is touched by this thread alone. Blocks are read and written by the tier's own threads, which
 report through its descriptor; so do the threads that open a tier, watch it and void its records. The loop never waits
-for a client. For a medium it waits in these cases:
-
-- events are published, and what was said of a block on disk is read for them: some hundred bytes;
-- the last engine of an ephemeral namespace goes: reads and writes under way end, and its files are removed.
+for a client, and for a medium only where events are published: what was said of a block on disk is read for them.
 """
 
 from __future__ import annotations
@@ -26,6 +23,7 @@ from kvbm.errors import KvbmError, ProtocolError
 from kvbm.manager.administration import Administration
 from kvbm.manager.announcements import Announcements, EventsAccount, KeysAccount
 from kvbm.manager.assembly import SpaceTable
+from kvbm.manager.disk_side import AT_ONCE
 from kvbm.manager.door import Door
 from kvbm.manager.event_stream import EventStream, Publisher
 from kvbm.manager.followers import Followers
@@ -396,7 +394,7 @@ class Server:
         self._ignore_tier(space)
         if space in self._failed:
             self._failed.remove(space)
-        self.spaces.drop(space, keep=not self.spaces.namespace_of(space).ephemeral)
+        self.spaces.drop(space, not self.spaces.namespace_of(space).ephemeral, AT_ONCE)
 
     def _ignore_tier(self, space: Space) -> None:
         for fd in space.below.filenos():

@@ -191,4 +191,4 @@ class RunTier(Protocol):
 
     def close(self, keep: bool, deadline_s: float = CLOSE_LIMIT_S) -> None:
         """Finish pending work, release the medium; with `keep` false, remove the stored blocks. Returns after about
-        `deadline_s` seconds in any case, and leaves the rest undone."""
+        `deadline_s` seconds in any case, and leaves the rest undone; with 0 it does all that later, in a thread."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvbm.block import Tier
@@ -15,8 +16,17 @@ from kvbm.manager.probes import LOOK_S, Probes
 from kvbm.protocol import Ready, Status, StatusQuery, Welcome
 from kvbm.tiers.disk.tier import open_disk_tier
 from rigs.gated_syscalls import GatedSyscalls
+from rigs.manager import (
+    DEADLINE_S,
+    LAYOUT,
+    NAMESPACE,
+    ManagerBench,
+    connect_operator,
+    refusal,
+    store,
+    worker_hello,
+)
 from rigs.manager import KEYS as MANAGER_KEYS
-from rigs.manager import LAYOUT, NAMESPACE, ManagerBench, connect_operator, refusal, store, worker_hello
 from rigs.manager import OTHER as OTHER_NAMESPACE
 from rigs.space import KEYS, ME, OTHER, Bench
 
@@ -189,3 +199,31 @@ def test_a_disk_that_was_opened_for_an_engine_that_has_gone_is_closed_at_the_end
     assert tier.path is not None
     assert tier.path.name.endswith("-0"), "nobody owns the first one any more"
     tier.close(keep=False)
+
+
+def test_the_end_of_an_ephemeral_namespace_waits_for_no_disk(
+    make_manager: MakeBench, kernel: GatedSyscalls, tmp_path: Path
+) -> None:
+    """Its last engine goes while writes hang: others are answered, and its files go once the writes have ended."""
+    disk = tmp_path / "disk"
+    bench = make_manager(
+        namespaces=2, host_blocks=16, disk_blocks=8, disk_dir=str(disk), disk_admission="all"
+    )
+    leader, worker = bench.engine()
+    store(leader, worker, 1, MANAGER_KEYS[:4])
+    passing = msgspec.structs.replace(OTHER_NAMESPACE, ephemeral=True)
+    gone, rank = bench.engine("passing", namespace=passing)
+    side = bench.space(1).disk
+    assert side is not None
+    kernel.shut("pwritev", "slab")
+    store(gone, rank, 1, MANAGER_KEYS[100:104])
+    kernel.wait_entered()
+    gone.close()
+    rank.close()
+    bench.until(lambda: len(list(bench.server.spaces)) == 1)
+    assert len(leader.lookup(1, MANAGER_KEYS[:4]).slots) == 4
+    assert len(list(disk.iterdir())) == 2
+    kernel.open_gate()
+    control = side.medium._upkeep._thread._thread  # type: ignore[attr-defined]
+    control.join(DEADLINE_S)
+    assert len(list(disk.iterdir())) == 1

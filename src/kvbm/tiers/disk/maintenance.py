@@ -233,20 +233,22 @@ class Maintenance:
 
     def close(self, remove: bool, deadline_s: float) -> None:
         """Write the voids and close the medium, with `remove` after deleting its directory. After `deadline_s` seconds
-        the control thread is left to do that alone; with 0 that is no trouble."""
+        the control thread is left to do that alone."""
         self._closed = True
-        self._thread.run(lambda: self._close(remove))
-        if not self._thread.stop(deadline_s) and deadline_s > 0.0:
+        self._thread.run(lambda: self.close_medium(remove))
+        if not self._thread.stop(deadline_s):
             log.warning(
                 "disk tier: %s is not closed within %.1f s: a call does not end", self._home, deadline_s
             )
 
-    def leave_open(self) -> None:
-        """End without closing the medium: a transfer that does not end still uses its files."""
+    def end_with(self, operation: Callable[[], None]) -> None:
+        """Have the control thread end with this, in place of closing the medium. Waits for nothing."""
         self._closed = True
+        self._thread.run(operation)
         self._thread.stop(0.0)
 
-    def _close(self, remove: bool) -> None:
+    def close_medium(self, remove: bool) -> None:
+        """As `close`, in the control thread."""
         medium, self.medium = self.medium, None
         if medium is None:
             return

@@ -294,11 +294,20 @@ class DiskTier:
         if self._closed:
             return
         self._closed = True
-        end_s = time.monotonic() + deadline_s
+        remove, end_s = not (keep and self._options.persist), time.monotonic() + deadline_s
+        if deadline_s <= 0.0:
+            self._upkeep.end_with(lambda: self._close_later(remove))
+            return
         if self._threads.stop(deadline_s) and self._io.idle():
-            self._upkeep.close(not (keep and self._options.persist), end_s - time.monotonic())
-        else:
-            self._upkeep.leave_open()
+            self._upkeep.close(remove, end_s - time.monotonic())
+        else:  # a transfer that does not end still uses the files
+            self._upkeep.end_with(lambda: None)
+        self._io.close()
+
+    def _close_later(self, remove: bool) -> None:
+        """In the control thread."""
+        if self._threads.stop(CLOSE_LIMIT_S) and self._io.idle():
+            self._upkeep.close_medium(remove)
         self._io.close()
 
     def _take_into_use(self, recovered: list[RecoveredBlock]) -> None:

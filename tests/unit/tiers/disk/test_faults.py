@@ -187,7 +187,7 @@ def test_a_heal_does_not_wait_for_a_hung_transfer(tmp_path: Path) -> None:
     bench.look()
     assert bench.tier.fault
     assert not heal(bench.tier)
-    bench.tier.close(keep=True, deadline_s=0.0)
+    bench.tier.close(keep=True, deadline_s=0.01)
     assert [(done.job_id, done.outcome) for done in bench.tier.poll()] == [(5, Outcome.RETRY)]
     released.set()
 
