@@ -115,8 +115,7 @@ def serve(
         start_page()
         start_controller()
         on_listening()
-        started_s = clock()
-        seen_engine = False
+        started_s, seen_engine = clock(), False
         sys.setswitchinterval(GIL_SWITCH_S)
         with collected_when_idle(clock) as turn_ended:
             while not signals.received:
