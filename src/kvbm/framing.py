@@ -57,14 +57,15 @@ class FrameBuffer:
         frames: list[bytes] = []
         start = 0
         with memoryview(self._data) as view:  # a slice of it copies nothing
-            while len(view) - start >= LENGTH_BYTES:
+            size = len(view)
+            while size - start >= LENGTH_BYTES:
                 length = int.from_bytes(view[start : start + LENGTH_BYTES], "little")
                 if length > MESSAGE_BYTES_MAX:
                     raise ProtocolError(
                         f"frame length {length} is over the accepted {MESSAGE_BYTES_MAX} bytes"
                     )
                 end = start + LENGTH_BYTES + length
-                if len(view) < end:
+                if size < end:
                     break
                 frames.append(bytes(view[start + LENGTH_BYTES : end]))
                 start = end
@@ -96,11 +97,13 @@ class FramedSocket:
         self.queue(data)
         self.flush()
 
-    def queue(self, data: bytes) -> None:
-        """Keep a frame for the next `flush`. Raises OSError when too many bytes wait."""
+    def queue(self, data: bytes) -> int:
+        """Keep a frame for the next `flush`. Returns how many bytes wait; raises OSError when they are too many."""
         self.outgoing += data
-        if len(self.outgoing) > OUTGOING_BYTES_MAX:
-            raise OSError(errno.ENOBUFS, f"{len(self.outgoing)} bytes wait")
+        waiting = len(self.outgoing)
+        if waiting > OUTGOING_BYTES_MAX:
+            raise OSError(errno.ENOBUFS, f"{waiting} bytes wait")
+        return waiting
 
     def flush(self) -> None:
         """Send as many of the bytes that wait as the socket takes. Raises OSError."""

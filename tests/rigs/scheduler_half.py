@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,13 +70,14 @@ class Side:
             lora_request=lora,
         )
 
-    def step(self, **tokens: int) -> StepPlan:
+    def step(self, preempted: Collection[str] = (), **tokens: int) -> StepPlan:
         state = SimpleNamespace(get_block_ids=lambda request_id: (TABLE,))
         return self.side.step(
             SimpleNamespace(
                 num_scheduled_tokens=tokens,
                 total_num_scheduled_tokens=sum(tokens.values()),
                 kv_connector_block_state=state,
+                preempted_req_ids=preempted,
             )
         )
 

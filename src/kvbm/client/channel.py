@@ -89,10 +89,13 @@ class Channel:
         with _unavailable_on_error:
             self._wire.send(frame)
 
-    def queue(self, message: Message) -> None:
-        """Queue a message that leaves with the next `flush`, `send`, `receive` or `wait`."""
-        with _unavailable_on_error:
-            self._wire.queue(encode(message))
+    def queue(self, message: Message) -> int:
+        """Queue a message that leaves with the next `flush`, `send`, `receive` or `wait`. Returns how many bytes
+        wait."""
+        try:
+            return self._wire.queue(encode(message))
+        except OSError as error:
+            raise _unavailable(error) from None
 
     def flush(self) -> None:
         """Send as many of the queued bytes as the socket takes."""
@@ -167,6 +170,11 @@ class Channel:
             raise ManagerUnavailable("the manager has gone: it closed the session")
 
 
+def _unavailable(error: OSError) -> ManagerUnavailable:
+    state = "takes no messages" if error.errno == errno.ENOBUFS else "has gone"
+    return ManagerUnavailable(f"the manager {state}: {error.strerror}")
+
+
 class _UnavailableOnError:
     """A socket that breaks, and bytes that are no message, end the session. A class: it is entered for each message."""
 
@@ -175,8 +183,7 @@ class _UnavailableOnError:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
-            state = "takes no messages" if error.errno == errno.ENOBUFS else "has gone"
-            raise ManagerUnavailable(f"the manager {state}: {error.strerror}") from None
+            raise _unavailable(error) from None
         if isinstance(error, ProtocolError):
             raise ManagerUnavailable(str(error)) from None
 

@@ -18,7 +18,7 @@ from kvbm.hashing import join_keys, split_keys
 from kvbm.leader.keys import RequestKeys
 from kvbm.leader.offers import Offers
 from kvbm.leader.search import Search
-from kvbm.leader.stores import Answered, Stores
+from kvbm.leader.stores import ShortAnswer, Stores
 from kvbm.leader.tracked import NOTHING_SAID, Scheduled, Tracked
 
 A_STATE = -1
@@ -82,10 +82,10 @@ class GroupOffers(Offers):
         if usable and boundary not in tracked.tails_offered and (tracked.keep is None or tracked.keep(0.0)):
             self._offer_tail(request, tracked, tables, boundary)
 
-    def answered(self, answer: Answered) -> None:
+    def answered(self, answer: ShortAnswer) -> None:
         """Blocks of all tokens, and tails, that the manager had no slot for are offered again."""
         tracked = self._requests.get(answer.request)
-        if tracked is None or not answer.refused or answer.first == A_STATE:
+        if tracked is None or answer.first == A_STATE:
             return
         if answer.first < A_STATE:
             tracked.tail_refused(A_STATE - answer.first, self._clock())

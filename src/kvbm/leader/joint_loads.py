@@ -7,12 +7,15 @@ bounded by the time that computing the blocks takes: a load that takes longer is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 WAIT_S_MAX = 10.0
 
 
-class _Load(NamedTuple):
+@dataclass(slots=True)
+class JointLoad:
+    """A load that runs: requests that want its blocks wait for it, up to `until_s` at the latest."""
+
     hashes: list[bytes]
     until_s: float
 
@@ -23,7 +26,7 @@ class JointLoads:
     def __init__(self, on: bool = True) -> None:
         """Off, nobody waits for another's load: the engine cannot."""
         self._on = on
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, JointLoad] = {}
         # The request that loads each block.
         self._by_hash: dict[bytes, str] = {}
 
@@ -35,19 +38,24 @@ class JointLoads:
         self.ended(request)
         if not self._on:
             return
-        self._loads[request] = _Load(list(hashes), now_s + min(compute_s, WAIT_S_MAX))
+        self._loads[request] = JointLoad(list(hashes), now_s + min(compute_s, WAIT_S_MAX))
         self._by_hash.update(dict.fromkeys(hashes, request))
 
     def ended(self, request: str) -> None:
         """The request's load has ended, well or not."""
         load = self._loads.pop(request, None)
-        for each in load.hashes if load is not None else ():
+        if load is None:
+            return
+        load.until_s = float("-inf")
+        for each in load.hashes:
             if self._by_hash.get(each) == request:
                 del self._by_hash[each]
 
-    def awaited(self, request: str, hashes: Sequence[bytes], computed: int, now_s: float) -> bool:
-        """Whether the request should wait: another one loads the block after its first `computed`."""
+    def awaited(self, request: str, hashes: Sequence[bytes], computed: int, now_s: float) -> JointLoad | None:
+        """The load that the request should wait for: another one's, of the block after its first `computed`."""
         if not self._by_hash or computed >= len(hashes):
-            return False
+            return None
         loader = self._by_hash.get(hashes[computed])
-        return loader is not None and loader != request and now_s < self._loads[loader].until_s
+        if loader is None or loader == request or now_s >= self._loads[loader].until_s:
+            return None
+        return self._loads[loader]

@@ -34,7 +34,7 @@ from kvbm.leader.step_budget import IDLE_WAIT_S, LAST_STORES_WAIT_S, StepBudget
 from kvbm.leader.step_times import StepTimes
 from kvbm.leader.stores import Stores
 from kvbm.leader.traces import RequestTraces
-from kvbm.leader.tracked import NOTHING_TOLD, Answer, Keep, Says, Scheduled, Told, Tracked
+from kvbm.leader.tracked import ASK_AGAIN, NOTHING_TOLD, Answer, Keep, Says, Scheduled, Told, Tracked
 from kvbm.leader.unconfirmed import Unconfirmed
 from kvbm.leader.weights_known import WeightsKnown
 from kvbm.observe.spans import SpanSink
@@ -90,25 +90,23 @@ class Leader:
         self.traces = RequestTraces(spans, self._link, clock, block_tokens) if spans is not None else None
         self.lookups.traces = self.traces
         self.stores = Stores(self._link, clock, hello.rank_count, first, device, zeroes)
-        self._layerwise, self._at_once = layerwise, at_once
-        self._device = device
+        self._layerwise, self._at_once, self._device = layerwise, at_once, device
         self._unconfirmed, self.joint_loads = Unconfirmed(), JointLoads(on=not at_once)
         self.requests: dict[str, Tracked] = {}
         self._weights = WeightsKnown(weights_version)
         self._keys = RequestKeys(self._link, self._weights.salt)
         self.client_words = ClientWords(self._link, self._keys, self.requests)
-        self._questions = Questions(self._link, self.lookups, self.requests, self._keys, mirror)
+        self._questions = Questions(self._link, self.lookups, self.requests, self._keys, clock, mirror)
         offering = self.stores, self.requests, self._keys, clock, block_tokens
         self._offers = Offers(*offering) if grouping is None else GroupOffers(*offering, grouping)
         self.announced = Announced(self._link, clock, announces)
-        self._renewal = Renewal(
-            self._link, self._weights, self.stores, self._offers, self.lookups, self.announced, self.requests
-        )
         self.rank_reports = RankReports(hello.rank_count)
-        self._inbox = Inbox(
-            self.lookups, self.stores, self._offers, self.announced, self.rank_reports, self.requests
+        parts = self.stores, self._offers, self.lookups, self.announced
+        self._renewal = Renewal(self._link, self._weights, *parts, self.requests)
+        self._inbox = Inbox(self._link, *parts, self._questions, self.rank_reports, self.requests)
+        self._reads_due = (
+            True  # messages are taken in once between two steps: an engine may ask about thousands
         )
-        self._life, self._readied = 0, 0
         self._new_loads: list[LoadPlan] = []
         self._budget, self._steps = StepBudget(self._link), StepTimes(self.cost, clock)
         self.receive()
@@ -150,13 +148,15 @@ class Leader:
         `matched`, and counts with several groups. `says` is asked what may be announced of blocks that are stored.
         `asker` is the client, and what it says of the request's future.
         """
-        self.receive()
+        if self._reads_due:
+            self.receive()
         if self.traces is not None:
             self.traces.arrived(request, trace_headers)
         tracked = Tracked(hashes, extras, keep, told, says, asker)
         if self._grouping is not None:
             tracked.ends_before(before_tail, self._grouping.step)
         self.requests[request] = tracked
+        self.lookups.postponed.answered(request, on_device)
         self._questions.arrived(request, tracked, on_device)
 
     def extras_known(self, request: str, extras: bytes) -> None:
@@ -165,36 +165,47 @@ class Leader:
         if tracked is not None and tracked.extras is None:
             tracked.extras = extras
 
+    def is_postponed(self, request: str, computed: int) -> bool:
+        """Whether `matched` told the engine to ask again, and nothing has happened since that can change this."""
+        if self._reads_due:
+            self.receive()
+        return self._link.ready is not None and self.lookups.postponed.holds(request, computed)
+
     def matched(self, request: str, computed: int, before_tail: int = 0) -> Answer:
         """How many blocks after the first `computed` can be loaded. May be asked many times; no answer is final.
 
         Behind the first `before_tail` blocks lie tokens of the request that must be computed in any case.
         """
-        tracked = self.requests.get(request)
-        self.receive()
+        if self.is_postponed(request, computed):
+            return ASK_AGAIN
+        tracked, postponed = self.requests.get(request), self.lookups.postponed
+        if postponed.asks_twice(request):
+            self.receive()
         if tracked is None:
             return Answer()
+        postponed.answered(request, computed)
         tracked.computed = computed
         if self._grouping is not None:
             tracked.ends_before(before_tail, self._grouping.step)
         tracked.outdated = self._weights.device_mixed and computed > 0  # it depends on what it finds there
         if self._unconfirmed.shared(tracked.hashes, computed):
-            return Answer(later=True)  # even without a manager: the ranks confirm them
-        if not self.ready or computed >= tracked.wanted or computed % self._step:
-            return Answer()  # a part of a block is the engine's to copy, not ours to load over
-        if tracked.outdated:
-            return Answer()  # blocks that are found were not computed from those on the device
-        if self.joint_loads.awaited(request, tracked.hashes, computed, self._clock()):
-            return Answer(later=True)
+            return ASK_AGAIN  # even without a manager: the ranks confirm them
+        # A part of a block is the engine's to copy, and what is found was not computed from outdated blocks.
+        if not self.ready or computed >= tracked.wanted or computed % self._step or tracked.outdated:
+            return Answer()
+        if load := self.joint_loads.awaited(request, tracked.hashes, computed, self._clock()):
+            postponed.answered(request, computed, load)
+            return ASK_AGAIN
         search, promised = self._questions.answer(request, tracked, computed)
         if search is not None and promised is None and self._budget.left_s > 0.0:
             self._wait_a_little(self._budget.left_s)
             # The answer may have come, and be to a question that left out blocks which the device has dropped since.
             search, promised = self._questions.answer(request, tracked, computed)
-        if search is None:
-            return Answer(later=self._questions.waits(request))
-        if promised is None:
-            return Answer(later=True)
+        if search is None and not self._questions.waits(request):
+            return Answer()
+        if search is None or promised is None:
+            postponed.answered(request, computed, self.lookups.patience.until(search, computed))
+            return ASK_AGAIN
         tracked.layerwise = (
             self._layerwise
             and 0 < promised <= before_tail - computed
@@ -270,8 +281,7 @@ class Leader:
             may_wait = False
             self._wait_a_little(LAST_STORES_WAIT_S if idle else left_s, lambda: self.stores.unanswered)
             self._budget.begin()
-        stores = self.stores.plan()
-        released = self.stores.released()
+        stores, released = self.stores.plan(), self.stores.released()
         with self._link.in_one_write():
             if not self._at_once:
                 self._offers.scheduled(scheduled, self.ready)
@@ -279,6 +289,7 @@ class Leader:
         loads, self._new_loads = tuple(self._new_loads), []
         if may_wait and not loads and not stores and self.lookups.unanswered and not self.lookups.loading:
             self._wait_a_little(IDLE_WAIT_S, lambda: self.lookups.unanswered)
+        self._reads_due = True
         if not idle:
             self._steps.scheduled(prefill_tokens, prefill_position)
         return StepPlan(
@@ -295,6 +306,7 @@ class Leader:
         """Ranks report: `arrived` requests are loaded; `invalid` blocks, or the loads of `failed` requests, are not."""
         self._steps.ended()
         self.receive()
+        self._reads_due = True
         if report is not None:
             self.lookups.note_copies(report.copied)
             if report.weights_changed:
@@ -324,10 +336,12 @@ class Leader:
         output_tokens: int = 0,
         tables: Sequence[Sequence[int]] = (),
         complete_blocks: int = 0,
+        in_step: bool = False,
     ) -> None:
         """The request ended, or was aborted; its device blocks are free after this step. With several groups these are
-        their tables, and so many leading blocks are complete."""
-        with self._link.in_one_write():
+        their tables, and so many leading blocks are complete. `in_step`: others may end in the same step, and `flush`
+        comes at its end."""
+        with self._link.in_one_write(later=in_step):
             self.lookups.drop(request)
             self._questions.over(request)
             self._end_trace(request, "aborted")
@@ -341,7 +355,10 @@ class Leader:
             if last and self.ready and (key := self._keys(tracked, last - 1, last).keys):
                 self._link.send(Finished(key=key, output_tokens=output_tokens))
 
-    # ---- all of it
+    def flush(self) -> None:
+        """The engine's step is over, and it may take no other one: send what was left for later."""
+        with self._link.in_one_write():
+            pass
 
     def reset(self, keep_disk: bool = False, device_emptied: bool = True) -> bool:
         """Forget all blocks (see `Renewal.reset`). False only while a load writes into blocks."""
@@ -373,20 +390,10 @@ class Leader:
     # ---- inside
 
     def receive(self) -> None:
-        """Take in the manager's messages; every call of the engine does so first."""
-        for message in self._link.poll():
-            for request, seconds in self._inbox.take(message).items():
-                self._end_load(request, seconds)
-        if self._life != self._link.life:
-            self._life = self._link.life
-            self.stores.lost()
-            self.rank_reports.clear()
-            self._offers.anew()
-            self._questions.new_session()
-        if self._readied != self._link.readied:
-            self._readied = self._link.readied
-            self._questions.ready_again()
-            self.announced.begin()
+        """Take in the manager's messages."""
+        self._reads_due = False
+        for request, seconds in self._inbox.receive():
+            self._end_load(request, seconds)
 
     def may_wait(self, request: str) -> bool:
         """Whether the answer to the request's lookup may still come within the step's budget."""

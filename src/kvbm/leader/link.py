@@ -21,6 +21,7 @@ from kvbm.step_plan import NodeSlots
 log = logging.getLogger("kvbm.leader")
 
 _COLLECTED_BYTES_MAX = 1 << 18
+_OWN = frozenset((Ready, HeldBlocks, Refused, Welcome))
 
 
 class Link(Protocol):
@@ -57,8 +58,8 @@ class Link(Protocol):
     def send(self, message: Message) -> bool:
         """False when there is no session, or the message is too long."""
 
-    def in_one_write(self) -> AbstractContextManager[None]:
-        """What is sent inside leaves together."""
+    def in_one_write(self, later: bool = False) -> AbstractContextManager[None]:
+        """What is sent inside leaves together; `later`, with what is sent or received next."""
 
     def wait(self, timeout_s: float) -> float:
         """Wait for a message; how many seconds it took."""
@@ -127,8 +128,8 @@ class ManagerLink:
         if self._channel is None:
             return False
         try:
-            self._channel.queue(message)
-            if not self._collecting or self._channel.queued_bytes > _COLLECTED_BYTES_MAX:
+            waiting_bytes = self._channel.queue(message)
+            if not self._collecting or waiting_bytes > _COLLECTED_BYTES_MAX:
                 self._channel.flush()
         except MessageTooLong as error:
             log.warning("a request is computed without the KV cache: %s", error)
@@ -139,8 +140,9 @@ class ManagerLink:
         return True
 
     @contextmanager
-    def in_one_write(self) -> Iterator[None]:
-        """What is sent inside leaves with one system call at the end, or before somebody waits for an answer.
+    def in_one_write(self, later: bool = False) -> Iterator[None]:
+        """What is sent inside leaves with one system call at the end, or before somebody waits for an answer. `later`
+        it leaves with what is sent or received next.
 
         Each call costs the engine's thread more than its message, and wakes the manager for that message alone.
         """
@@ -149,7 +151,7 @@ class ManagerLink:
             yield
         finally:
             self._collecting = False
-            if self._channel is not None:
+            if self._channel is not None and not later:
                 try:
                     self._channel.flush()
                 except ManagerUnavailable as error:
@@ -197,6 +199,8 @@ class ManagerLink:
 
     def _is_own(self, message: FromManager) -> bool:
         """Take in a message about the session itself; False for any other message."""
+        if type(message) not in _OWN:
+            return False
         if isinstance(message, Ready):
             usable = message.ready and not (self._alone and self._lacks_nodes(message))
             if usable and self.ready is None:
@@ -226,8 +230,6 @@ class ManagerLink:
         elif isinstance(message, Welcome):
             self.wants_facts = message.events
             self._finder.welcomed()
-        else:
-            return False
         return True
 
     def _lacks_nodes(self, message: Ready) -> bool:

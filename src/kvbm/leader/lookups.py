@@ -12,6 +12,7 @@ from kvbm.hints import UNHINTED, ClientHint
 from kvbm.leader.cost import CostModel
 from kvbm.leader.link import Link
 from kvbm.leader.patience import Patience
+from kvbm.leader.postponed import Postponed
 from kvbm.leader.rising import Rising
 from kvbm.leader.search import Search, Stage
 from kvbm.leader.traces import RequestTraces
@@ -22,9 +23,6 @@ from kvbm.observe import moves_log
 from kvbm.protocol import LookupReply, Progress, Release
 from kvbm.step_plan import LoadPlan
 
-LEASE_MARGIN_S = 30.0
-ASK_AGAIN_S = 1.0
-ATTEMPTS_MAX = 4
 _LATE_MAX = 256
 
 
@@ -44,6 +42,7 @@ class Lookups:
         at_once: bool = False,
     ) -> None:
         self.window = Window()
+        self.postponed = Postponed(clock, self.window)
         self._at_once, self._rising = at_once, Rising(link, at_once)
         self._grouping = grouping
         self._link = link
@@ -77,19 +76,22 @@ class Lookups:
         asker: ClientHint = UNHINTED,
     ) -> Search | None:
         """Send a lookup for the blocks after the first `skip` of `keys`, which are joined; None without such blocks, or
-        without a manager."""
-        self.drop(request)
+        without a manager. In place of an earlier lookup it keeps that one's place in the window."""
         wanted = len(keys) // KEY_BYTES
         if self._link.ready is None or skip >= wanted:
+            self.drop(request)
             return None
+        self._release(request)
         number, epoch = next(self._numbers), self._link.ready.epoch
         search = Search(request, number, self._link.life, skip, self._clock(), attempts=attempts, epoch=epoch)
         search.wanted = wanted
         if not self._link.send(search.question(keys, told, asker)):
+            self.window.leave(request)
             return None
         self._by_request[request] = search
         self._by_number[search.number] = search
         self.window.enter(request, self.lease_blocks(wanted, skip))
+        self.postponed.wake(request)
         return search
 
     def lease_blocks(self, wanted: int, skip: int) -> int:
@@ -106,6 +108,7 @@ class Lookups:
         if search is None:
             return None
         search.replied(reply, self._clock())
+        self.postponed.wake(search.request)
         if late is None:
             self.window.found(search.request, len(search.slots))
         else:
@@ -120,6 +123,7 @@ class Lookups:
             self._rising.ended(progress.lookup)
         search = self._by_number.get(progress.lookup)
         if search is not None:
+            self.postponed.wake(search.request)
             search.ready = max(search.ready, progress.ready)
             search.final = progress.final
             if progress.final:
@@ -172,7 +176,7 @@ class Lookups:
         if computed < search.skip or (search.boundary and computed != search.skip):
             search.why = "stale"
             return 0
-        if self._aged(search):
+        if self.patience.is_aged(search, now_s):
             search.stage, search.why = Stage.OVER, "stale"  # its lease may have ended
             return 0
         held = len(search.slots) if self._promise_early and not search.final else search.ready
@@ -222,24 +226,6 @@ class Lookups:
     def counted_sources(self, sources: bytes) -> bytes:
         """The tiers as metrics count them: blocks that pass through a staging area come from disk."""
         return counted_as_disk(sources) if self._link.staging else sources
-
-    def stale(self, search: Search, computed: int) -> bool:
-        """Whether to ask again: the lease is about to end, or the manager may find more by now."""
-        if search.stage is not Stage.FOUND:
-            return False
-        if self._aged(search):
-            return True
-        # What several groups lack at a boundary is known for one beginning only.
-        dropped = computed < search.skip or (search.boundary > computed != search.skip)
-        # Leases of earlier requests may have left no room in host memory for this one's blocks.
-        short = search.final and search.skip + search.blocks < search.wanted
-        waited = self._clock() - search.asked_s > ASK_AGAIN_S
-        return (dropped or (short and waited)) and search.attempts < ATTEMPTS_MAX
-
-    def _aged(self, search: Search) -> bool:
-        ready = self._link.ready
-        lease_s = ready.lease_s if ready is not None else 0.0
-        return self._clock() - search.asked_s > max(0.0, lease_s - LEASE_MARGIN_S)
 
     def all_ready(self, search: Search, computed: int, count: int) -> bool:
         """Whether `count` blocks after the computed ones lie in host memory by now."""
@@ -401,19 +387,30 @@ class Lookups:
         The lease is released at once, even before the answer has come: with no request left the engine may take no
         further step in which to do it.
         """
+        if self._release(request):
+            self.window.leave(request)
+
+    def _release(self, request: str) -> bool:
+        """The lookup has ended, if there is one whose load does not run; true then."""
         search = self._by_request.get(request)
         if search is None or search.stage is Stage.LOADING:
-            return
+            return False
         if search.life == self._link.life:
             # Also where nothing was found: how long the answer took counts all the same.
             over = Release(lookup=search.number, answer_s=search.answer_s, unloaded=search.unloaded)
             self._rising.release(search, over)
-        self._forget(search)
+        self._remove(search)
+        return True
 
     def _forget(self, search: Search) -> None:
+        if self._by_request.get(search.request) is search:
+            self.window.leave(search.request)
+        self._remove(search)
+
+    def _remove(self, search: Search) -> None:
         if self.traces is not None:
             self.traces.looked_up(search)
         self._by_number.pop(search.number, None)
+        self.postponed.wake(search.request)
         if self._by_request.get(search.request) is search:
             del self._by_request[search.request]
-            self.window.leave(search.request)

@@ -130,11 +130,11 @@ class NodesLink:
         return all(sent)
 
     @contextmanager
-    def in_one_write(self) -> Iterator[None]:
+    def in_one_write(self, later: bool = False) -> Iterator[None]:
         """As of one manager."""
         with ExitStack() as writes:
             for link in self._links:
-                writes.enter_context(link.in_one_write())
+                writes.enter_context(link.in_one_write(later))
             yield
 
     def wait(self, timeout_s: float) -> float:

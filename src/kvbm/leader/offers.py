@@ -9,7 +9,7 @@ from kvbm.clock import Clock
 from kvbm.framing import announced_keys_max
 from kvbm.leader.keys import RequestKeys
 from kvbm.leader.search import Search
-from kvbm.leader.stores import Answered, Stores
+from kvbm.leader.stores import ShortAnswer, Stores
 from kvbm.leader.tracked import Scheduled, Tracked
 from kvbm.protocol import STORED_KEYS_MAX
 
@@ -91,9 +91,9 @@ class Offers:
         if tracked.computed == 0:
             tracked.stored = max(tracked.stored, blocks)
 
-    def answered(self, answer: Answered) -> None:
+    def answered(self, answer: ShortAnswer) -> None:
         """Blocks that the manager had no slot for are offered again, while the device has them."""
-        if answer.refused and (tracked := self._requests.get(answer.request)) is not None:
+        if (tracked := self._requests.get(answer.request)) is not None:
             tracked.refused(answer.first + answer.taken, self._clock())
 
     def anew(self) -> None:

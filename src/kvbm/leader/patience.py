@@ -1,10 +1,12 @@
-"""How long a request waits for the manager's answer, and for blocks that are being read from disk."""
+"""How long a request waits for the manager's answer, and for blocks that are being read from disk; how long an answer
+holds."""
 
 from __future__ import annotations
 
 from kvbm.leader.cost import CostModel
 from kvbm.leader.link import Link
-from kvbm.leader.search import Search
+from kvbm.leader.postponed import IN_TURN, Hold, Until
+from kvbm.leader.search import Search, Stage
 
 REPLY_DEADLINE_S = 0.25
 """The manager's answer to a lookup is waited for at least this long."""
@@ -16,6 +18,9 @@ ASSUMED_TOKENS_PER_S = 50_000.0
 ARRIVAL_DEADLINE_S = 10.0
 UNANSWERED_MAX = 3
 """After so many unanswered lookups in a row no request waits. Lookups are sent all the same: an answer ends that."""
+LEASE_MARGIN_S = 30.0
+ASK_AGAIN_S = 1.0
+ATTEMPTS_MAX = 4
 
 
 class Patience:
@@ -70,3 +75,35 @@ class Patience:
         prefill_s = self._cost.prefill_s_at_most(len(search.slots) - offset, search.skip + offset)
         patience_s = min(prefill_s, ARRIVAL_DEADLINE_S)
         return patience_s if search.arrives_s - search.asked_s <= patience_s else 0.0
+
+    def until(self, search: Search | None, computed: int) -> Hold:
+        """How long a request is told to ask again where no message about its lookup comes. Without one it waits to be
+        looked up."""
+        if search is None:
+            return IN_TURN
+        if search.stage is Stage.ASKED:
+            return Until(search.asked_s + REPLY_DEADLINE_S)
+        return Until(search.asked_s + self.for_reads_s(search, computed - search.skip))
+
+    def is_aged(self, search: Search, now_s: float) -> bool:
+        """Whether the lease of a lookup is about to end."""
+        ready = self._link.ready
+        lease_s = ready.lease_s if ready is not None else 0.0
+        return now_s - search.asked_s > max(0.0, lease_s - LEASE_MARGIN_S)
+
+    def is_void(self, search: Search, computed: int, now_s: float) -> bool:
+        """Whether an answer is of no use: the lease is about to end, or the device has dropped blocks that the question
+        left out."""
+        if search.stage is not Stage.FOUND or self.is_aged(search, now_s):
+            return search.stage is Stage.FOUND
+        # What several groups lack at a boundary is known for one beginning only.
+        dropped = computed < search.skip or (search.boundary > computed != search.skip)
+        return dropped and search.attempts < ATTEMPTS_MAX
+
+    def is_stale(self, search: Search, computed: int, now_s: float) -> bool:
+        """Whether to ask again: the answer is void, or the manager may find more by now."""
+        if search.stage is not Stage.FOUND or self.is_void(search, computed, now_s):
+            return search.stage is Stage.FOUND
+        # Leases of earlier requests may have left no room in host memory for this one's blocks.
+        short = search.final and search.skip + search.blocks < search.wanted
+        return short and now_s - search.asked_s > ASK_AGAIN_S and search.attempts < ATTEMPTS_MAX

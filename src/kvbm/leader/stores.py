@@ -58,8 +58,8 @@ class _Store:
     it, whose stores are not meant."""
 
 
-class Answered(NamedTuple):
-    """The manager's answer to a reservation; its first `taken` blocks got slots or are held, the others were refused.
+class ShortAnswer(NamedTuple):
+    """A reservation of which only the first `taken` blocks got slots or are held; the others were refused.
 
     `first` is the number of the first block in the chain of `request`, `blocks` how many were asked for.
     """
@@ -67,7 +67,6 @@ class Answered(NamedTuple):
     request: str
     first: int
     taken: int
-    refused: bool
     blocks: int
 
 
@@ -92,6 +91,8 @@ class Stores:
         self._asked: dict[int, _Store] = {}
         self._planned: dict[int, _Store] = {}
         self._failed: dict[int, set[int]] = {}
+        # Made when requests end, hundreds of them in one step; outdated once a store is asked for.
+        self._by_request: dict[str, list[_Store]] | None = None
 
     def __len__(self) -> int:
         return len(self._asked) + len(self._planned)
@@ -125,11 +126,6 @@ class Stores:
         now_s = self._clock()
         return any(store.pinned and now_s - store.asked_s < PENDING_S_MAX for store in self._planned.values())
 
-    @property
-    def room(self) -> int:
-        """How many more stores may be asked for now."""
-        return OPEN_STORES_MAX - len(self)
-
     def ask(
         self,
         request: str,
@@ -155,7 +151,7 @@ class Stores:
         """
         assert len(keys) == KEY_BYTES * len(device_blocks) > 0
         ready = self._link.ready
-        if ready is None or self.room <= 0:
+        if ready is None or len(self._asked) + len(self._planned) >= OPEN_STORES_MAX:
             return False
         pinned = (fleeting or self._pin_all) and self._pins.pin(device_blocks)
         if self._pin_all and not pinned:
@@ -177,6 +173,7 @@ class Stores:
             if pinned:
                 self._pins.unpin(device_blocks)
             return False
+        self._by_request = None
         self._asked[number] = _Store(
             number,
             self._link.life,
@@ -191,23 +188,24 @@ class Stores:
         )
         return True
 
-    def replied(self, reply: ReserveReply) -> Answered | None:
-        """The manager's answer to a reservation. If the store was given up, so were its slots, unseen: None then."""
+    def replied(self, reply: ReserveReply) -> ShortAnswer | None:
+        """The manager's answer to a reservation; None unless it refused something. If the store was given up, so were
+        its slots, unseen."""
         store = self._asked.get(reply.store)
         if store is None:
             return None
         store.slots, store.generations = reply.slots, reply.generations
         store.answer_s = self._clock() - store.asked_s
-        refused = REFUSED in reply.slots
-        taken = reply.slots.index(REFUSED) if refused else len(reply.slots)
-        return Answered(store.request, store.first, taken, refused, len(reply.slots))
+        if REFUSED not in reply.slots:
+            return None
+        return ShortAnswer(store.request, store.first, reply.slots.index(REFUSED), len(reply.slots))
 
     def plan(self) -> tuple[StorePlan, ...]:
         """The copies for this step. Requests that have `ended` lose their device blocks in it: their stores are planned
         now or given up.
         """
         plans: list[StorePlan] = []
-        now_s = self._clock()
+        now_s, self._by_request = self._clock(), None
         for store in list(self._asked.values()):
             now_or_never = (store.gone or store.fleeting) and not store.pinned
             if store.slots is None:
@@ -223,23 +221,26 @@ class Stores:
                     self._give_back(store.number, len(store.device_blocks))
                 continue
             del self._asked[store.number]
-            pairs = [(slot, i) for i, slot in enumerate(store.slots) if slot >= 0]
-            if not pairs or store.life != self._link.life:
+            places = [i for i, slot in enumerate(store.slots) if slot >= 0]
+            if not places or store.life != self._link.life:
                 self._unpin(store)
                 continue
             if now_s - store.asked_s > STORE_AGE_S_MAX:
                 self._unpin(store)
-                self._give_back(store.number, len(pairs))
+                self._give_back(store.number, len(places))
                 continue
-            store.planned_slots = len(pairs)
+            store.planned_slots = len(places)
+            whole = len(places) == len(store.slots)
             self._planned[store.number] = store
             plans.append(
                 StorePlan(
                     store=store.number,
                     epoch=store.epoch,
-                    slots=tuple(slot for slot, _ in pairs),
+                    slots=store.slots if whole else tuple(store.slots[i] for i in places),
                     generations=store.generations,
-                    device_blocks=tuple(store.device_blocks[i] for _, i in pairs),
+                    device_blocks=store.device_blocks
+                    if whole
+                    else tuple(store.device_blocks[i] for i in places),
                     nodes=self._link.nodes_of_store(store.number),
                 )
             )
@@ -263,8 +264,12 @@ class Stores:
     def ended(self, request: str, held: bool = False) -> None:
         """The request gives all of its blocks back. While it holds them still (`held`), they are pinned as far as pins
         may go; of all others, the next step waits for the copies, and what has no slots by then is given up."""
-        for store in (*self._asked.values(), *self._planned.values()):
-            if store.request != request:
+        if self._by_request is None:
+            self._by_request = {}
+            for store in (*self._asked.values(), *self._planned.values()):
+                self._by_request.setdefault(store.request, []).append(store)
+        for store in self._by_request.get(request, ()):
+            if store.number not in self._asked and store.number not in self._planned:
                 continue
             store.gone = True
             if self._pin_all:
@@ -328,11 +333,11 @@ class Stores:
             if store is None:
                 continue
             store.ranks += ranks
-            bad = self._failed.setdefault(number, set())
-            bad.update(failed)
+            if failed:
+                self._failed.setdefault(number, set()).update(failed)
             if store.ranks >= self._rank_count:
                 del self._planned[number]
-                del self._failed[number]
+                bad = self._failed.pop(number, set())
                 self._unpin(store)
                 if store.keep is not None and not store.keep(now_s):
                     bad.update(range(store.planned_slots))

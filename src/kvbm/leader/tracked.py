@@ -26,6 +26,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     layerwise: bool = False
 
 
+ASK_AGAIN = Answer(later=True)
+
+
 class StateOffer(NamedTuple):
     """A recurrent state of a group, for the first `boundary` blocks of a request: it lies in this device block until
     the step after the next."""
@@ -101,6 +104,8 @@ class Tracked:
     says: Says | None = None
     asker: ClientHint = UNHINTED
     stored: int = 0
+    quiet_tokens: int = 0
+    """So many tokens more are computed before it has offers again (`has_offers`), unless something happens before."""
     retry: Retry = field(default_factory=Retry)
     refused_at: int = -1
     computed: int = 0
@@ -126,6 +131,11 @@ class Tracked:
         """Whether blocks of it may be offered now."""
         return not self.outdated and self.extras is not None and self.asker.hint.store
 
+    def has_offers(self, complete_blocks: int) -> bool:
+        """Whether the leader is to be told of a step that leaves so many blocks complete; of most steps it is not."""
+        more = complete_blocks > self.stored or bool(self.tails)
+        return not self.begun or (more and self.stores)
+
     def said(self, start: int, end: int, before: bytes) -> Said:
         """What is said of these blocks, behind the one that the engine calls `before`; nothing without events, and
         where it would be too long."""
@@ -149,6 +159,7 @@ class Tracked:
         """It, or another request, may be taken up again at this boundary."""
         if boundary not in self.tails_offered:
             self.tails.add(boundary)
+            self.quiet_tokens = 0
 
     def tail_offered(self, boundary: int) -> None:
         """What the boundary needs was offered, or is gone."""
@@ -159,6 +170,7 @@ class Tracked:
         """The manager had no slot for it, or not what lies before it: it is offered again while the engine has it."""
         self.tails_offered.discard(boundary)
         self.tails.add(boundary)
+        self.quiet_tokens = 0
         if now_s >= self.retry.due_s:
             self.retry.failed(now_s)
 
@@ -176,7 +188,7 @@ class Tracked:
 
     def offer_anew(self) -> None:
         """Nothing of it counts as stored any more."""
-        self.stored, self.refused_at, self.retry = 0, -1, Retry()
+        self.stored, self.refused_at, self.retry, self.quiet_tokens = 0, -1, Retry(), 0
         self.tails |= self.tails_offered
         self.tails_offered.clear()
 
@@ -192,7 +204,7 @@ class Tracked:
             self.refused_at = block
             self.retry.failed(now_s)
             block = max(0, block + 1 - (1 << (self.retry.failures - 1)))
-        self.stored = min(self.stored, block)
+        self.stored, self.quiet_tokens = min(self.stored, block), 0
 
     def named(self, start: int, end: int, fingerprint: bytes, extras: bytes) -> Named:
         """The keys of the blocks from number `start` up to `end`, as far as the engine has hashed them.

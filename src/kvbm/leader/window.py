@@ -12,6 +12,7 @@ none, it is the next to enter: shorter ones do not overtake it, or a stream of t
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import islice
 
 
 class Window:
@@ -36,6 +37,7 @@ class Window:
         self._questions = 0
         # One of those that wait, or None: it was asked about again, and nobody enters before it.
         self._next: str | None = None
+        self._moved = False
 
     def __len__(self) -> int:
         """Requests that are known here."""
@@ -70,8 +72,9 @@ class Window:
         """The request is looked up, and may find so many blocks."""
         self._wait_no_more(request)
         self._held += blocks - self._open.get(request, 0)
+        keeps_place = request in self._open or request in self._asked_at
         self._open[request] = blocks
-        if request not in self._asked_at:
+        if not keeps_place:
             self._open.move_to_end(request, last=False)
 
     def found(self, request: str, blocks: int) -> None:
@@ -84,6 +87,7 @@ class Window:
         """The request's load begins."""
         if request in self._open:
             self._loading[request] = self._open.pop(request)
+            self._moved = True
 
     def leave(self, request: str) -> None:
         """The request's lookup has ended."""
@@ -93,6 +97,7 @@ class Window:
 
     def forget(self, request: str) -> None:
         """The request has gone, or is computed without us."""
+        self._moved = True
         self.leave(request)
         self._wait_no_more(request)
         self._asked_at.pop(request, None)
@@ -113,6 +118,29 @@ class Window:
         if before and (self._next is None or self._asked_at.get(self._next, 0) < before):
             self._next = request
         return self._displaced_by(self._waiting[request], before) if self._next == request else []
+
+    def passes_over(self, request: str) -> bool:
+        """The engine asks about this request again. Whether nothing changes by that, as `asked_about` would: it is
+        looked up, or waits behind another one that the engine has asked about meanwhile."""
+        if request in self._open:
+            self._open.move_to_end(request)
+        else:
+            before = self._asked_at.get(request, 0)
+            behind = self._next is not None and self._next != request and request in self._waiting
+            if not (before and behind and self._asked_at.get(self._next or "", 0) >= before):
+                return False
+        self._questions += 1
+        self._asked_at[request] = self._questions
+        return True
+
+    def next_open(self, count: int) -> list[str]:
+        """Requests that are looked up, those that the engine would run next first."""
+        return list(islice(reversed(self._open), count))
+
+    def take_moved(self) -> bool:
+        """Whether the engine has gone on with a request since the last call: others are next."""
+        moved, self._moved = self._moved, False
+        return moved
 
     def _wait_no_more(self, request: str) -> None:
         self._waiting.pop(request, None)

@@ -40,7 +40,8 @@ def tables_of(allocated: Any) -> Sequence[Sequence[int]]:
 
 def table_of(allocated: Any) -> Sequence[int]:
     """The block table of the first group."""
-    return tables_of(allocated)[0]
+    groups = getattr(allocated, "blocks", None)
+    return AllocatedBlocks(groups[0]) if groups is not None else tables_of(allocated)[0]
 
 
 class BlockTables:

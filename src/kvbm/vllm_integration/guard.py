@@ -48,12 +48,13 @@ class GuardedScheduler:
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens can be loaded, and whether the request waits; none when KVBM is off."""
         nothing: tuple[int | None, bool] = (0, False)
-        self._computed_tokens[request.request_id] = computed_tokens
         tokens, waits = self._guard.call(nothing, self.side.matched, request, computed_tokens)
-        if tokens and not waits:
-            self._by_layer.add(request.request_id)
-        else:
-            self._by_layer.discard(request.request_id)
+        if tokens:
+            self._computed_tokens[request.request_id] = computed_tokens
+            if waits:
+                self._by_layer.discard(request.request_id)
+            else:
+                self._by_layer.add(request.request_id)
         return tokens, waits
 
     def hit_sources(self, request: Any, tokens: int) -> dict[Any, int]:

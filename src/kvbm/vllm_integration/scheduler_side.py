@@ -43,6 +43,10 @@ _NO_EVENTS = (
 )
 
 
+_ENDS_IN_STEP = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+"""How requests end within `update_from_output`; those that are aborted may end between steps."""
+
+
 class SchedulerSide:
     """Calls `leader`, its own, for vLLM. Owned by the engine core's thread."""
 
@@ -154,6 +158,9 @@ class SchedulerSide:
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after the computed ones can be loaded (None: ask again), and whether the request waits."""
+        computed = num_computed_tokens // self.block_tokens
+        if self.leader.is_postponed(request.request_id, computed):
+            return None, False
         self._notice_reset()
         if request.request_id not in self._requests:
             self.added(request)
@@ -163,9 +170,7 @@ class SchedulerSide:
         if unnamed and self._adapters.awaited(request.lora_request.lora_path):
             return None, False
         before_tail = (request.num_tokens - 1) // self.block_tokens
-        answer = self.leader.matched(
-            request.request_id, num_computed_tokens // self.block_tokens, before_tail
-        )
+        answer = self.leader.matched(request.request_id, computed, before_tail)
         if answer.later:
             return None, False
         return answer.blocks * self.block_tokens, answer.blocks > 0 and not answer.layerwise
@@ -206,18 +211,29 @@ class SchedulerSide:
                 self._look_at_adapter(request)
         scheduled_tokens: dict[str, int] = output.num_scheduled_tokens
         self._tables.update(output)
-        entries, states = [], self._tables.states
+        preempted = getattr(output, "preempted_req_ids", None) or ()
+        entries, states, followed = [], self._tables.states, self.leader.requests
+        eventful = {*states, *preempted}
         prefill, positions = 0, 0.0
         for request_id, token_count in scheduled_tokens.items():
-            request = self._requests.get(request_id)
             if token_count > 1:
                 prefill += token_count
+                request = self._requests.get(request_id)
                 computed = request.num_computed_tokens if request is not None else 0
                 positions += token_count * (computed + token_count / 2)
-            if request is None:
+            tracked = followed.get(request_id)
+            if tracked is None:
                 continue
-            entries.append(self._entry(request, token_count, states.get(request_id)))
-        preempted = getattr(output, "preempted_req_ids", None) or ()
+            tracked.quiet_tokens -= token_count
+            if tracked.quiet_tokens > 0 and request_id not in eventful:
+                continue  # as in almost every step: hundreds of requests get a token each
+            computed = self._requests[request_id].num_computed_tokens
+            # With guesses that may be wrong. Only blocks that the engine has hashed are stored: it hashes no guess.
+            complete = (computed + token_count) // self.block_tokens
+            if request_id in eventful or tracked.has_offers(complete):
+                entries.append(self._entry(request_id, computed, complete, states.get(request_id)))
+            elif complete <= tracked.stored:
+                tracked.quiet_tokens = (complete + 1) * self.block_tokens - computed - token_count
         return self.leader.step(
             entries,
             preempted,
@@ -227,12 +243,9 @@ class SchedulerSide:
         )
 
     def _entry(
-        self, request: Any, token_count: int, states: Sequence[tuple[int, int, int]] | None
+        self, name: str, computed: int, complete: int, states: Sequence[tuple[int, int, int]] | None
     ) -> Scheduled:
         """A request in this step, and the recurrent states that it leaves behind."""
-        computed, name = request.num_computed_tokens, request.request_id
-        # With guesses that may be wrong. Only blocks that the engine has hashed are stored, and it hashes no guess.
-        complete = (computed + token_count) // self.block_tokens
         table = partial(self._tables.get, name)
         hybrid = self._hybrid
         if hybrid is None:
@@ -267,7 +280,8 @@ class SchedulerSide:
         tables = self._hybrid.in_order(block_ids) if self._hybrid is not None and block_ids else ()
         # The last token was sampled, and not computed.
         complete = min(request.num_computed_tokens, request.num_tokens - 1) // self.block_tokens
-        self.leader.finished(request.request_id, request.num_output_tokens, tables, complete)
+        ends_in_step = getattr(getattr(request, "status", None), "name", "") in _ENDS_IN_STEP
+        self.leader.finished(request.request_id, request.num_output_tokens, tables, complete, ends_in_step)
         return told
 
     @property
@@ -298,7 +312,8 @@ class SchedulerSide:
         return self._events(self.leader.announced.take()) if self._events is not None else []
 
     def take_stats(self) -> stats.KvbmStats | None:
-        """The counts since the last call; None when there are none."""
+        """The counts since the last call; None when there are none. vLLM asks at the end of each step."""
+        self.leader.flush()
         return self._counted.since_last()
 
     def close(self) -> None:

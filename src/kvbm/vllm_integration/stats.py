@@ -88,14 +88,20 @@ class Counted:
     def __init__(self, leader: Leader) -> None:
         self._leader = leader
         self._last: Counter[str] = Counter()
+        self._numbers: tuple[int, ...] = ()
 
     def since_last(self) -> KvbmStats | None:
         """The counts since the last call; None when there are none."""
-        now = Counter({name: self._leader.lookups.unloaded[reason] for name, reason in UNLOADED.items()})
-        now["loaded_host_blocks"] = self._leader.lookups.loaded_blocks[Tier.HOST]
-        now["loaded_disk_blocks"] = self._leader.lookups.loaded_blocks[Tier.DISK]
-        now["loaded_remote_blocks"] = self._leader.lookups.loaded_blocks[Tier.REMOTE]
-        now["failed_blocks"] = self._leader.lookups.failed_blocks
+        lookups = self._leader.lookups
+        numbers = (*lookups.unloaded.values(), *lookups.loaded_blocks.values(), lookups.failed_blocks)
+        if numbers == self._numbers:
+            return None  # as in almost every step
+        self._numbers = numbers
+        now = Counter({name: lookups.unloaded[reason] for name, reason in UNLOADED.items()})
+        now["loaded_host_blocks"] = lookups.loaded_blocks[Tier.HOST]
+        now["loaded_disk_blocks"] = lookups.loaded_blocks[Tier.DISK]
+        now["loaded_remote_blocks"] = lookups.loaded_blocks[Tier.REMOTE]
+        now["failed_blocks"] = lookups.failed_blocks
         rise, self._last = now - self._last, now
         # Reasons without blocks are left out: vLLM's log line repeats everything that is in.
         return KvbmStats(data={**dict.fromkeys(COUNTERS, 0), **rise}) if rise else None

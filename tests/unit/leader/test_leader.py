@@ -12,8 +12,7 @@ from kvbm.framing import encode
 from kvbm.hashing import join_keys, split_keys
 from kvbm.leader.leader import Leader
 from kvbm.leader.link import ManagerLink
-from kvbm.leader.lookups import ATTEMPTS_MAX
-from kvbm.leader.patience import ARRIVAL_DEADLINE_S, REPLY_DEADLINE_S
+from kvbm.leader.patience import ARRIVAL_DEADLINE_S, ATTEMPTS_MAX, REPLY_DEADLINE_S
 from kvbm.leader.tracked import Answer, Scheduled
 from kvbm.protocol import PROTOCOL_VERSION, Finished, Hello, Lookup, Progress, Refused, Release, Reset
 from kvbm.step_plan import StepPlan, StepReport

@@ -12,7 +12,7 @@ from kvbm.clock import ManualClock
 from kvbm.framing import FramedSocket
 from kvbm.leader import link
 from kvbm.leader.link import ManagerLink
-from kvbm.protocol import PROTOCOL_VERSION, Finished, Hello, Lookup, Reserve
+from kvbm.protocol import PROTOCOL_VERSION, Finished, Hello, Lookup, Release, Reserve
 from rigs.leader import HASHES, Bench, ScriptedManager
 
 
@@ -65,6 +65,23 @@ def test_the_end_of_a_request_is_told_in_one_write(sends: list[CountedSends]) ->
     before = sends[-1].count
     bench.leader.finished("r")
     assert len(bench.manager.said()) == len(bench.manager.ended) == 1
+    assert sends[-1].count == before + 1
+    bench.leader.close()
+    bench.manager.close()
+
+
+def test_requests_that_end_in_one_step_are_told_in_one_write(sends: list[CountedSends]) -> None:
+    bench = Bench()
+    names = [f"r{number}" for number in range(16)]
+    for name in names:
+        bench.promise(request=name)
+    before = sends[-1].count
+    for name in names:
+        bench.leader.finished(name, in_step=True)
+    assert bench.manager.said() == []
+    bench.leader.flush()
+    assert [type(message) for message in bench.manager.said()] == [Release] * 16
+    assert len(bench.manager.ended) == 16
     assert sends[-1].count == before + 1
     bench.leader.close()
     bench.manager.close()

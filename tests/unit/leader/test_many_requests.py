@@ -102,6 +102,7 @@ def test_every_request_of_a_crowd_is_answered(make_bench: Callable[..., Bench]) 
         for lookup in lookups(bench):
             bench.answer(lookup, 8)
         waiting = [request for request in waiting if bench.leader.matched(request, 0).later]
+        bench.step()
     assert waiting == []
 
 

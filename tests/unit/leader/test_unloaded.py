@@ -9,9 +9,9 @@ import pytest
 
 from kvbm.block import Tier
 from kvbm.client.channel import Channel
-from kvbm.leader.lookups import ATTEMPTS_MAX
 from kvbm.leader.patience import (
     ARRIVAL_DEADLINE_S,
+    ATTEMPTS_MAX,
     REPLY_DEADLINE_S,
     REPLY_DEADLINE_S_MAX,
     UNANSWERED_MAX,
@@ -292,7 +292,10 @@ def test_a_manager_that_was_stopped_costs_much_once(bench: Bench) -> None:
     assert bench.leader.matched("s", 0) == bench.leader.matched("t", 0) == Answer()
     bench.answer(first, 0)
     bench.answer(second, 0)
+    for request in ("r", "s", "t"):
+        bench.leader.allocated(request, 0, ())
     bench.step()
+    bench.manager.said()
     bench.add("u", blocks=12)
     bench.clock.advance(2 * REPLY_DEADLINE_S)
     assert bench.leader.matched("u", 0).later, "it is heard again"

@@ -159,3 +159,44 @@ def test_whoever_asks_again_and_again_gets_in(steps: list[tuple[str, int]], capa
     for displaced in (*window.asked_about("next"), *window.asked_about("next")):
         window.leave(displaced)
     assert window.has_room("next", 3)
+
+
+def test_what_waits_behind_the_next_one_is_passed_over(window: Window) -> None:
+    window.enter("open", 9)
+    for request in ("a", "b"):
+        window.wait(request, 9)
+    for _ in range(2):
+        for request in ("a", "b"):
+            window.asked_about(request)
+    assert not window.passes_over("a"), "it is the next: it may take the room of another"
+    assert window.asked_about("a") == ["open"]
+    assert window.passes_over("b")
+    assert not window.passes_over("b"), "the engine goes past the one in front"
+    assert not window.passes_over("unknown")
+
+
+def test_asking_about_a_lookup_keeps_its_room_also_when_nothing_else_is_done(window: Window) -> None:
+    window.enter("a", 9)
+    window.wait("b", 3)
+    for _ in range(3):
+        assert window.asked_about("b") == []
+        assert window.passes_over("a")
+
+
+def test_a_lookup_that_is_repeated_keeps_its_place(window: Window) -> None:
+    for request in ("a", "b", "c"):
+        window.enter(request, 2)
+    window.enter("a", 3)
+    assert window.next_open(2) == ["a", "b"]
+    assert window.held_blocks == 7
+
+
+def test_the_queue_moves_when_a_request_goes_on(window: Window) -> None:
+    window.enter("a", 2)
+    window.enter("b", 2)
+    assert not window.take_moved()
+    window.begin("a")
+    assert window.take_moved()
+    assert not window.take_moved()
+    window.forget("b")
+    assert window.take_moved()

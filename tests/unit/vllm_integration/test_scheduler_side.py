@@ -6,17 +6,20 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="the scheduler's half counts with vLLM's classes; vllm is not installed")
 
 from kvbm.adapters import FIRST_DIGEST_S
-from kvbm.protocol import Commit, Lookup, LookupReply, Reserve
+from kvbm.hashing import split_keys
+from kvbm.leader.tracked import Scheduled
+from kvbm.protocol import REFUSED, Commit, Lookup, LookupReply, Release, Reserve, ReserveReply
 from kvbm.step_plan import StepReport
 from kvbm.vllm_integration import scheduler_side
 from rigs.leader import HASHES, TABLE
-from rigs.scheduler_half import DONE, Side
+from rigs.scheduler_half import BLOCK_TOKENS, DONE, Side
 
 
 @pytest.fixture
@@ -199,3 +202,84 @@ def test_the_engine_steps_on_while_a_load_runs(side: Side) -> None:
     done = SimpleNamespace(finished_recving={"r"}, invalid_block_ids=None)
     side.side.updated(done, StepReport(loaded={"r": 0.1}))
     assert not side.side.work_pending
+
+
+def running(side: Side, blocks: int) -> Any:
+    """A request that has computed its prompt, all of whose blocks were offered."""
+    request = side.request("r", blocks, "")
+    request.lora_request = None
+    side.side.added(request)
+    side.step(r=blocks * BLOCK_TOKENS)
+    request.num_computed_tokens = blocks * BLOCK_TOKENS
+    for reserve in side.said(Reserve):
+        side.grant(reserve)
+    side.step(r=1)
+    return request
+
+
+def test_the_leader_is_told_of_a_request_when_a_block_of_it_is_complete(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = running(side, 2)
+    step, told = side.side.leader.step, list[list[str]]()
+
+    def noted(entries: list[Scheduled], *arguments: Any, **more: Any) -> Any:
+        told.append([entry.request for entry in entries])
+        return step(entries, *arguments, **more)
+
+    monkeypatch.setattr(side.side.leader, "step", noted)
+    for _ in range(2 * BLOCK_TOKENS):
+        request.block_hashes = HASHES[: (request.num_computed_tokens + 1) // BLOCK_TOKENS]
+        side.step(r=1)
+        request.num_computed_tokens += 1
+    once = [[]] * (BLOCK_TOKENS - 1) + [["r"]]
+    assert told == 2 * once
+    assert [len(split_keys(reserve.keys)) for reserve in side.said(Reserve)] == [1, 1]
+
+
+@pytest.mark.parametrize("happens", ["refused", "preempted", "a new session"])
+def test_blocks_are_offered_again_long_before_the_next_one_is_complete(side: Side, happens: str) -> None:
+    request = running(side, 2)
+    if happens == "refused":
+        request.block_hashes = HASHES[:3]
+        side.step(r=BLOCK_TOKENS)
+        request.num_computed_tokens += BLOCK_TOKENS
+        (reserve,) = side.said(Reserve)
+        side.manager.send(ReserveReply(store=reserve.store, slots=(REFUSED,), generations=()))
+        side.step(r=1)
+        side.side.leader.requests["r"].retry.due_s = 0.0
+    elif happens == "preempted":
+        side.step(preempted={"r"}, r=1)
+        assert side.side.leader.requests["r"].begun, "it runs again in the same step"
+    else:
+        side.manager.close()
+        for _ in range(3):
+            side.step()
+        side.manager.said()
+        side.manager.ready()
+        side.step()
+    side.step(r=1)
+    assert len(side.said(Reserve)) == 1
+
+
+def test_requests_that_reach_their_end_are_told_of_at_the_end_of_the_step(side: Side) -> None:
+    requests = [side.request(name, 2, "") for name in ("length", "stop")]
+    for request, status in zip(requests, ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"), strict=True):
+        request.lora_request, request.status = None, SimpleNamespace(name=status)
+        side.side.added(request)
+    side.manager.said()
+    for request in requests:
+        side.side.finished(request)
+    assert side.said(Release) == []
+    side.side.take_stats()
+    assert len(side.said(Release)) == 2
+
+
+def test_the_end_of_a_request_that_is_aborted_is_told_at_once(side: Side) -> None:
+    """The engine may take no further step."""
+    request = side.request("r", 2, "")
+    request.lora_request, request.status = None, SimpleNamespace(name="FINISHED_ABORTED")
+    side.side.added(request)
+    side.manager.said()
+    side.side.finished(request)
+    assert len(side.said(Release)) == 1
