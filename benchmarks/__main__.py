@@ -17,6 +17,7 @@ PARTS = {
     "events": "benchmarks.events",
     "scheduler": "benchmarks.scheduler_thread",
     "stopped": "benchmarks.stopped_manager",
+    "steps": "benchmarks.scheduler_steps",
     "ttft": "benchmarks.ttft",
     "overhead": "benchmarks.overhead",
     "shared": "benchmarks.shared_prefix",
