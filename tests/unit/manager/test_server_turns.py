@@ -317,6 +317,7 @@ def test_a_disk_full_of_blocks_is_indexed_in_slices(tmp_path: Path, monkeypatch:
     manager.until(lambda: manager.space().disk.pool.counts().resident == len(LONG))  # type: ignore[union-attr]
     manager.server.close(keep=True)
     manager.open = False
+    manager.close()
     (tmp_path / "m.sock").unlink(missing_ok=True)
     manager = start()
     hurry(manager)
