@@ -19,7 +19,8 @@ from kvbm.testing.tiny_model import make_model
 from rigs.manager_probe import SharedManager
 
 REFERENCE_BLOCKS = 2000
-V2_TIMEOUT_S = 600.0
+TIMEOUT_S, V2_TIMEOUT_S = 300.0, 600.0
+"""Beside another engine on two cores the longest tests take two minutes."""
 
 ProcessOf = Callable[[str, str], EngineProcess]
 
@@ -161,11 +162,15 @@ def shared_manager(tmp_path: Path, runtime_dir: Path) -> Iterator[Any]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where V2 was chosen only what starts engines on it is run, with more time: the rest would say the same again."""
+    """Engines have more time than other tests. Where V2 was chosen only what starts engines on it is run, with still
+    more time: the rest would say the same again."""
+    engines = Path(__file__).parent
     if chosen() == V1:
+        for item in items:
+            if engines in item.path.parents and item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(TIMEOUT_S))
         return
     launchers = {"launcher", "second_launcher", "v2_launcher", "v2_reference"}
-    engines = Path(__file__).parent
     rest = [
         item
         for item in items

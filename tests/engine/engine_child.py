@@ -135,7 +135,7 @@ class Engine:
         self,
         requests: Sequence[Request],
         concurrency: int = 16,
-        timeout_s: float = 60.0,
+        timeout_s: float = 170.0,
         between: Callable[[Engine, int], None] | None = None,
     ) -> Answers:
         """Answer all requests, `concurrency` at a time; `between(engine, finished)` is called after every step."""

@@ -16,7 +16,7 @@ from engine.model_runners import V1
 from engine.workload import Request
 
 START_TIMEOUT_S = 150.0
-RUN_TIMEOUT_S = 90.0
+RUN_TIMEOUT_S = 180.0
 V2_RUN_TIMEOUT_S = 240.0
 """Interpreted kernels take their time, above all on two ranks at once."""
 

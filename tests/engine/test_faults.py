@@ -103,7 +103,7 @@ def test_manager_killed_while_serving(
     killed: list[int] = []
     for turn in range(3):
         requests = again(workload(), f"+{turn}")
-        answers, pids = engine.call(reach.run_and_kill, requests, [some(15), some(60)], timeout_s=100.0)
+        answers, pids = engine.call(reach.run_and_kill, requests, [some(15), some(60)], timeout_s=180.0)
         killed += pids
         assert differences(reference, answers, f"+{turn}") == []
         engine.call(reach.wait_until_ready, timeout_s=40.0)

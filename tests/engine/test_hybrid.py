@@ -147,7 +147,7 @@ def test_manager_killed_while_serving(
     engine = start("windows", disk(tmp_path, SMALL_HOST_BLOCKS))
     for turn in range(2):
         requests = again(workload(), f"+{turn}")
-        answers, _ = engine.call(reach.run_and_kill, requests, [15, 60], timeout_s=100.0)
+        answers, _ = engine.call(reach.run_and_kill, requests, [15, 60], timeout_s=180.0)
         assert differences(references("windows"), answers, f"+{turn}") == []
         engine.call(reach.wait_until_ready, timeout_s=40.0)
     assert differences(references("windows"), engine.run(again(workload(), "+end")), "+end") == []

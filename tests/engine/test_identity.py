@@ -38,7 +38,7 @@ def look(launcher: Launcher, beside: bool = False, threads: int = 1, **options: 
     """Start an engine with these options and look at it."""
     launcher.start(host(), **{"num_gpu_blocks_override": 200, **options})
     requests = BESIDE if beside else ()
-    kv = launcher.process.call(identity.kv_of, TOKENS, requests, threads, timeout_s=90.0)
+    kv = launcher.process.call(identity.kv_of, TOKENS, requests, threads, timeout_s=180.0)
     return Found(kv, launcher.process.call(identity.fields, timeout_s=20.0))
 
 

@@ -111,7 +111,7 @@ tells_of_pins = pytest.mark.skipif(
 @tells_of_pins
 def test_nothing_is_preempted_for_blocks_that_are_about_to_come_back(launcher: Launcher) -> None:
     engine = launcher.start(host(), num_gpu_blocks_override=BESIDE_PINS_BLOCKS)
-    answers, full_steps = engine.call(young_pins.run_beside_pins, beside_pins(), True, timeout_s=90.0)
+    answers, full_steps = engine.call(young_pins.run_beside_pins, beside_pins(), True, timeout_s=180.0)
     assert (len(answers.outputs), answers.preempted, full_steps) == (4, 0, young_pins.FULL_STEPS)
     assert engine.call(reach.open_business, timeout_s=20.0) == NOTHING
 
@@ -119,6 +119,6 @@ def test_nothing_is_preempted_for_blocks_that_are_about_to_come_back(launcher: L
 @tells_of_pins
 def test_control_a_request_is_preempted_where_vllm_is_not_told_of_pins(launcher: Launcher) -> None:
     engine = launcher.start(host(), num_gpu_blocks_override=BESIDE_PINS_BLOCKS)
-    answers, full_steps = engine.call(young_pins.run_beside_pins, beside_pins(), False, timeout_s=90.0)
+    answers, full_steps = engine.call(young_pins.run_beside_pins, beside_pins(), False, timeout_s=180.0)
     assert answers.preempted > 0
     assert full_steps < young_pins.FULL_STEPS

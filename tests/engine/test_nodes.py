@@ -86,7 +86,7 @@ def test_two_nodes_say_what_one_says(
         assert metrics[WORKERS] == 1
         assert metrics[LOADED] > 50
     answers = engine.call(
-        other_node.run_and_kill_at, again(small_workload(), "!"), 10, second.pid, timeout_s=100.0
+        other_node.run_and_kill_at, again(small_workload(), "!"), 10, second.pid, timeout_s=180.0
     )
     assert differences(v1_reference, answers, "!") == []
     back = shared_manager("--host-blocks", "600", "--node-listen", listen, at=second.socket_path)

@@ -218,4 +218,4 @@ def test_bytes_come_back_as_they_were(launcher: Launcher, tmp_path: Path, dtype:
 
 def _run_again(child: Child, suffix: str) -> Answers:
     assert child.engine is not None
-    return child.engine.run(again(workload(), suffix), timeout_s=90.0)
+    return child.engine.run(again(workload(), suffix), timeout_s=180.0)

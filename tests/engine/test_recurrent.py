@@ -112,7 +112,7 @@ def in_full(requests: list[Request], outputs: dict[str, list[int]]) -> list[Requ
 
 
 def alone(process: EngineProcess, requests: list[Request]) -> Answers:
-    return process.call(reach.run_alone, requests, 90.0, timeout_s=100.0)
+    return process.call(reach.run_alone, requests, 170.0, timeout_s=180.0)
 
 
 def one_by_one(process: EngineProcess, requests: list[Request]) -> Answers:
@@ -140,7 +140,7 @@ def references(process_of: ProcessOf, hybrid_model: HybridModel) -> References:
             first = alone(process, requests)
             full = in_full(requests, first.outputs)
             hits = alone(process, full)
-            likelihoods, _ = process.call(of_first_tokens, full, True, timeout_s=100.0)
+            likelihoods, _ = process.call(of_first_tokens, full, True, timeout_s=180.0)
             known[ranks] = OnDevice(requests, full, first, hits, one_by_one(process, full), likelihoods)
             process.stop()
             assert len(first.outputs) == len(requests)
@@ -276,7 +276,7 @@ def crowd(full: list[Request]) -> list[Request]:
 def too_far_apart(known: OnDevice, engine: EngineProcess) -> list[str]:
     """The requests of which the engine, with nothing on its device, says otherwise than the device that never evicts
     what comes next; it must find as much."""
-    given, cached_tokens = engine.call(of_first_tokens, known.full, False, timeout_s=100.0)
+    given, cached_tokens = engine.call(of_first_tokens, known.full, False, timeout_s=180.0)
     assert cached_tokens == known.hits.cached_tokens
     return [name for name, right in known.likelihoods.items() if apart(given[name], right) > ROUNDING]
 

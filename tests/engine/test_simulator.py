@@ -85,7 +85,7 @@ def test_hit_rates_of_an_engine_and_of_the_simulator_agree(
     engine.call(wait_for_every_hit, timeout_s=20.0)
     requests = chats(seed=blocks)
     with recording(launcher.runtime_dir, len(requests)) as file:
-        engine.call(reach.run_one_by_one, requests, timeout_s=110.0)
+        engine.call(reach.run_one_by_one, requests, timeout_s=180.0)
     metrics = launcher.metrics()
     queried = metrics["kvbm_queried_blocks_total"]
     real = metrics['kvbm_hit_blocks_total{tier="host"}'] / queried

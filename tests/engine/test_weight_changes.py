@@ -132,7 +132,7 @@ def test_an_update_while_requests_run_and_wait(
     launcher.process.call(weight_swaps.register, timeout_s=60.0)
     settings = disk(tmp_path / "cache", host_blocks=200)
     engine = start(launcher, settings, **TRANSFER, max_num_seqs=2)
-    engine.call(weight_swaps.update_between, prompts(), 1, timeout_s=90.0)
+    engine.call(weight_swaps.update_between, prompts(), 1, timeout_s=180.0)
     assert texts(answer(engine, "+")) == expected[1]
     launcher.stop()
     assert texts(answer(start(launcher, settings), "-")) == expected[0]
