@@ -16,6 +16,7 @@ DEVICE_BLOCKS = 48
 """Far too few for the workload: blocks are evicted from the device and requests are preempted all the time."""
 
 READY_S = 60.0
+"""Until all ranks are attached to the manager."""
 
 READY_S = 60.0
 

@@ -30,7 +30,6 @@ def prompts(seed: int, count: int = 4, salt: str = "") -> list[Request]:
 
 def texts(engine: EngineProcess, asked: list[Request]) -> dict[str, list[int]]:
     """The answers, when the device's own cache is empty."""
-    engine.call(reach.wait_until_ready, timeout_s=40.0)
     assert engine.call(reach.reset, connector=False, timeout_s=20.0)
     return dict(engine.run(asked).outputs)
 
@@ -61,7 +60,6 @@ def found(launcher: Launcher, asked: list[Request]) -> dict[str, list[int]]:
     What is asked for and not found is computed, and then in host memory: so each time it is a block more.
     """
     engine = launcher.process
-    engine.call(reach.wait_until_ready, timeout_s=40.0)
     before = launcher.metrics()[FOUND]
     lengths = range(BLOCK_TOKENS + 1, BLOCKS * BLOCK_TOKENS, BLOCK_TOKENS)
     probes = iter([(request, length) for length in lengths for request in asked])

@@ -34,7 +34,6 @@ def renamed(requests: list[Request], suffix: str, salt: str = "") -> list[Reques
 
 def cached(engine: EngineProcess, requests: list[Request]) -> list[int]:
     """How many tokens of each request came from a cache, when the device's own is empty."""
-    engine.call(reach.wait_until_ready, timeout_s=40.0)
     assert engine.call(reach.reset, connector=False, timeout_s=20.0)
     answers = engine.run(requests)
     return [answers.cached_tokens[request.name] for request in requests]

@@ -30,7 +30,6 @@ AGAIN = [dataclasses.replace(each, name=f"{each.name}-again") for each in QUIET]
 def hits_after_a_flood(launcher: Launcher, engine: EngineProcess, outputs: dict[str, list[int]]) -> list[int]:
     """How many tokens of the quiet tenant's prompts are found, with an empty device, once the other has stored 320
     blocks. All answers are added to `outputs`."""
-    engine.call(reach.wait_until_ready, timeout_s=40.0)
     engine.call(wait_for_every_store, timeout_s=20.0)
     for each in (*QUIET, *LOUD):
         outputs.update(engine.run([each]).outputs)

@@ -100,8 +100,8 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 def endure(pair: Pair, fault: Fault, trouble: str) -> None:
-    """Look up what lies in a store that is unwell, some times and until the fault was met (with a `trouble`: until the
-    tier is off). Then heal it."""
+    """Look up what lies in a store with this fault, at least four times and until it was met (with a `trouble`: until
+    the tier is off). Then heal the store."""
     at_home = chain(1000 + next(pair.chains))
     fresh = [pair.written() for _ in range(4)]
     assert pair.beside.store(at_home) == CHAIN_BLOCKS

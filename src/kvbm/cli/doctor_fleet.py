@@ -106,13 +106,12 @@ def shown_to_itself(lends: ssl.SSLContext, reads: ssl.SSLContext, fleet: str) ->
                     except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                         pass  # the other end's turn
             identity = certified(ends[0], fleet)
+            own = str((ends[0].getpeercert() or {})["notAfter"])
             authorities = [str(each["notAfter"]) for each in reads.get_ca_certs()]
-            # Of several authorities the last one to end counts: one takes over from another.
-            until = (
-                str((ends[0].getpeercert() or {})["notAfter"]),
-                max(authorities, key=ssl.cert_time_to_seconds),
-            )
-            return identity.node, min(until, key=ssl.cert_time_to_seconds)
+            # Of several authorities the last one to end counts: one takes over from another. None is listed where the
+            # node's certificate is trusted by itself.
+            last = max(authorities, key=ssl.cert_time_to_seconds, default=own)
+            return identity.node, min(own, last, key=ssl.cert_time_to_seconds)
         finally:
             for each in ends:
                 each.close()

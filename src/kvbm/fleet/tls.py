@@ -88,13 +88,15 @@ def ending(files: TlsFiles, now_s: float) -> str:
         from cryptography import x509
     except ImportError:
         return ""
-    for path in (files.certificate, files.authority):
-        try:
-            # Of several authorities in one file, the last one to end counts: one takes over from another.
-            found = x509.load_pem_x509_certificates(path.read_bytes())
-        except (OSError, ValueError):
-            return ""
-        ends = max(each.not_valid_after_utc for each in found)
+    try:
+        # The first certificate in a node's file is its own; those of intermediate authorities may follow.
+        own = x509.load_pem_x509_certificate(files.certificate.read_bytes()).not_valid_after_utc
+        authorities = x509.load_pem_x509_certificates(files.authority.read_bytes())
+    except (OSError, ValueError):
+        return ""
+    # Of several authorities the last one to end counts: one takes over from another.
+    last = max(each.not_valid_after_utc for each in authorities)
+    for path, ends in ((files.certificate, own), (files.authority, last)):
         left_s = ends.timestamp() - now_s
         if left_s <= WARN_S:
             when = f"ended on {ends:%Y-%m-%d}" if left_s <= 0 else f"ends on {ends:%Y-%m-%d}"

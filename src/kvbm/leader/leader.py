@@ -409,8 +409,10 @@ class Leader:
         held = self.lookups.holds_loaded(request)
         arrived, failed = self.lookups.end_load(request, seconds)
         tracked = self.requests.get(request)
-        if tracked is not None and held and not failed:
-            self._offers.loaded(tracked, len(arrived))
+        if tracked is not None:
+            tracked.load_failed = failed > 0
+            if held and not failed:
+                self._offers.loaded(tracked, len(arrived))
         if self.traces is not None:
             self.traces.over(request, last=tracked is None)
 

@@ -70,7 +70,8 @@ class Questions:
         for displaced in self._window.asked_about(request):
             self._give_up(displaced)
         search = self._lookups.get(request)
-        if search is None and (tracked.asked_from is None or computed < tracked.asked_from):
+        unasked = tracked.asked_from is None or computed < tracked.asked_from
+        if search is None and unasked and not tracked.load_failed:
             # Never asked, or the device has dropped blocks since that the question left out.
             search = self._ask_in_turn(request, tracked, computed)
         if search is not None and self._again_left and self._is_stale(search, computed):

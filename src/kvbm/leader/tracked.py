@@ -115,6 +115,9 @@ class Tracked:
     """How many of its first blocks were on the device when it last began to wait for its lookup."""
     asked_blocks: int = 0
     begun: bool = False
+    load_failed: bool = False
+    """It is computed: vLLM keeps room for all of it, and two such requests that load again may wait for each other's
+    room for ever."""
     outdated: bool = False
     """It is computed from KV that must not be stored under the present keys: none of its blocks is stored."""
     reach: int | None = None
@@ -177,7 +180,7 @@ class Tracked:
     def preempted(self, loads: bool) -> None:
         """The engine took its blocks, and will run it anew. It is looked up in turn again. After a reset it may have
         come back within this very step, and load (`loads`)."""
-        self.asked_from, self.begun = None, loads
+        self.asked_from, self.begun, self.load_failed = None, loads, False
         self.offer_anew()
 
     def keys_changed(self) -> None:

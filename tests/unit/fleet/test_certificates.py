@@ -111,6 +111,13 @@ def test_an_authority_that_ends_first_has_the_line(tmp_path: Path) -> None:
     )
 
 
+def test_of_a_chain_the_nodes_own_certificate_counts(tmp_path: Path) -> None:
+    """cert-manager puts those of intermediate authorities behind it."""
+    files = make_node(tmp_path, "a", 20, "lab", now_s=MADE_S)
+    files.certificate.write_bytes(files.certificate.read_bytes() + files.authority.read_bytes())
+    assert ending(files, MADE_S).startswith(f"the certificate {files.certificate} ends on 2027-02-04: ")
+
+
 def test_no_node_has_the_name_of_the_authoritys_files(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"DYN_KVBM_FLEET_NODE='ca'.*the authority's"):
         certificates(Settings(fleet_certs=str(tmp_path), fleet_node="ca"))

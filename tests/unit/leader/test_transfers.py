@@ -246,6 +246,19 @@ def test_open_stores_are_bounded(bench: Bench) -> None:
     assert reserved == OPEN_STORES_MAX
 
 
+def test_a_request_whose_load_failed_is_computed_whatever_the_device_has_dropped(bench: Bench) -> None:
+    """vLLM keeps room for all of it: if two such requests load again, each may wait for the other's room for ever."""
+    plan = bench.load(2, computed=4)
+    bench.arrive(plan, invalid={plan.device_blocks[0]})
+    bench.manager.said()
+    for _ in range(2):
+        assert bench.leader.matched("r", 0) == Answer()
+        bench.step()
+    assert bench.manager.said() == []
+    bench.step(preempted=["r"])
+    assert bench.leader.matched("r", 0).later, "once vLLM has taken its room, it is looked up again"
+
+
 def test_blocks_that_are_not_in_the_table_are_not_stored(bench: Bench) -> None:
     bench.add()
     bench.leader.step([Scheduled("r", 4, lambda: TABLE[:1])], (), 0, False)

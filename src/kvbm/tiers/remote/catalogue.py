@@ -24,8 +24,9 @@ PACK_BLOCKS_MAX = PLACES_PER_PACK - 1
 """One less, so that places of two packs never follow one another."""
 
 NEWS_MAX = 1 << 15
-COMPRESSED_MAX = 1 << 15
 """So many blocks are told of between two calls of `news`, each way."""
+COMPRESSED_MAX = 1 << 15
+"""So many names of compressed packs are remembered; others are read anew at each listing of all packs."""
 
 _UNSEEN = bytes(KEY_BYTES)
 _DEAD = bytes(PRINT_BYTES)
