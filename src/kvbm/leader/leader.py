@@ -267,7 +267,6 @@ class Leader:
             tracked = self.requests.get(request)
             if tracked is not None:
                 tracked.preempted(self.lookups.loads(request))
-        may_wait = idle
         scheduled = list(scheduled)
         self._renewal.mark_outdated(scheduled)
         if self._at_once:
@@ -277,8 +276,8 @@ class Leader:
             if prefill_tokens and self.stores.unanswered:
                 self._wait_a_little(left_s, lambda: self.stores.unanswered)
                 self._budget.begin()
-        if self.stores.last_chance or (idle and self.stores.unanswered):
-            may_wait = False
+        waits = self.stores.last_chance or (idle and self.stores.unanswered)
+        if waits:
             self._wait_a_little(LAST_STORES_WAIT_S if idle else left_s, lambda: self.stores.unanswered)
             self._budget.begin()
         stores, released = self.stores.plan(), self.stores.released()
@@ -287,7 +286,7 @@ class Leader:
                 self._offers.scheduled(scheduled, self.ready)
             self._questions.ask_waiting()
         loads, self._new_loads = tuple(self._new_loads), []
-        if may_wait and not loads and not stores and self.lookups.unanswered and not self.lookups.loading:
+        if idle and not (waits or loads or stores) and self.lookups.unanswered and not self.lookups.loading:
             self._wait_a_little(IDLE_WAIT_S, lambda: self.lookups.unanswered)
         self._reads_due = True
         if not idle:
