@@ -43,7 +43,8 @@ class Lease:
     `slots` and `sources` end before it; `states` keeps its length, so that late arrivals find DROPPED.
 
     With several groups the run is what an engine lacks at `boundary` (see `grouping`), and stands for `prompt_blocks`
-    of the prompt; half of it is worth nothing. `tenant` is whose it is, None where nobody knows.
+    of the prompt; half of it is worth nothing. `tenant` is whose it is, None where nobody knows. *Expired*: its
+    deadline passed, and it ends in a slice to come.
     """
 
     owner: Owner
@@ -57,6 +58,7 @@ class Lease:
     boundary: int = 0
     prompt_blocks: int = 0
     tenant: str | None = None
+    expired: bool = False
 
     def advance(self) -> bool:
         """Recount `ready`; True when it grew."""

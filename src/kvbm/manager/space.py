@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import chain
-from math import inf
 
 import msgspec
 
@@ -305,9 +304,9 @@ class Space:
 
     def expire_leases(self) -> list[Lease]:
         """End the leases past their deadline, and return them."""
-        expired = self.leases.overdue(self._clock())
+        expired = [lease for lease in self.leases.overdue(self._clock()) if not lease.expired]
         for lease in expired:
-            lease.deadline_s = inf
+            lease.expired = True
         self._metrics.add("kvbm_leases_expired_total", len(expired))
         self.release_later(expired)
         return expired
