@@ -74,6 +74,11 @@ class Below:
         """Submit queued blocks. Whether to call it again."""
         return sum(side.advance() for side in self.sides) > 0
 
+    @property
+    def wait_s_max(self) -> float:
+        """How long the next turn may wait for something to happen, in seconds."""
+        return self.disk.wait_s_max if self.disk is not None else inf
+
     def filenos(self) -> list[int]:
         """Descriptors that become readable when `collect` would take something."""
         fds = [] if self.disk is None else [self.disk.medium.fileno()]

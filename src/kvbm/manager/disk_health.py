@@ -54,6 +54,12 @@ class DiskHealth:
             return ""
         return f"disk tier is slow: an operation that has not ended has taken {self.medium.busy_s:.1f} s"
 
+    @property
+    def slow_in_s(self) -> float:
+        """Seconds until the operation that runs now makes the medium slow; infinite where none can."""
+        busy_s = self.medium.busy_s
+        return SLOW_S - busy_s if 0.0 < busy_s < SLOW_S and not self.medium.fault else inf
+
     def becomes_slow(self) -> bool:
         """To be called in each turn: whether the medium has become slow since the last one. It is logged, and so is its
         end."""

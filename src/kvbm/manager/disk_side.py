@@ -95,6 +95,11 @@ class DiskSide:
         return self.fault or self._health.slow
 
     @property
+    def wait_s_max(self) -> float:
+        """How long the next turn may wait: until the medium becomes slow."""
+        return self._health.slow_in_s
+
+    @property
     def pool_if_on(self) -> SlotPool[BlockKey] | None:
         """The slots of the medium while it works; None while it is off or slow."""
         return None if self.trouble else self.pool

@@ -22,7 +22,7 @@ TURN_S_MAX = 300.0
 """A loop that has not turned for so long is dead. Opening a tier is one turn: a journal is read, and where the file
 system has no fallocate, all of the disk is filled with zeros."""
 LOOK_S = 0.5
-"""How often the loop looks at its tiers for us."""
+"""The loop looks at its tiers for us so often, and when an operation of a disk has taken too long."""
 REMOTE = "remote"
 STOPPING = "it is stopping; queued blocks are being written"
 
@@ -82,8 +82,8 @@ class Probes:
         """A turn of the loop is over. The first one says that the socket is there."""
         self._turned_at_s = now_s = self._clock()
         if now_s >= self._look_at_s:
-            self._look_at_s = now_s + LOOK_S
             there = list(spaces)
+            self._look_at_s = now_s + min([LOOK_S, *(space.below.wait_s_max for _, space in there)])
             self._seen = _Seen(
                 "", bool(there), tuple(fault for each in there for fault in self._faults(*each))
             )

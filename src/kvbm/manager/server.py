@@ -164,7 +164,8 @@ class Server:
         A turn is bounded by `TURN_S`, so that nobody waits for somebody else's thousandth message: what is left over
         is done in the next turn, which does not wait.
         """
-        wait_s = 0.0 if self._unfinished else min(timeout_s, self._scrapes.wait_s_max)
+        waits = [timeout_s, self._scrapes.wait_s_max, *(space.below.wait_s_max for _, space in self.spaces)]
+        wait_s = 0.0 if self._unfinished else min(waits)
         if self._parked:
             wait_s = min(wait_s, PARKED_S)
             self._readable |= self._parked

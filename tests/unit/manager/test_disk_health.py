@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import selectors
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -9,12 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvbm.block import Tier
+from kvbm.block import SlotIndex, Tier
 from kvbm.manager import assembly
 from kvbm.manager.disk_health import SLOW_LOGGED_EACH_S, SLOW_S
 from kvbm.manager.probes import LOOK_S, Probes
 from kvbm.protocol import Ready, Status, StatusQuery, Welcome
 from kvbm.tiers.disk.tier import open_disk_tier
+from rigs import managers_thread
 from rigs.gated_syscalls import GatedSyscalls
 from rigs.manager import (
     DEADLINE_S,
@@ -148,6 +150,43 @@ def test_a_filesystem_that_freezes_does_not_silence_the_manager(
     bench.clock.advance(LOOK_S)
     probes.turn_ended(bench.server.spaces)
     assert probes.ready().status == 200
+
+
+@pytest.mark.parametrize("since_turn_s", [0.0, 0.2, 0.3, 0.49])
+def test_an_idle_manager_says_within_a_second_that_its_disk_hangs(
+    make_manager: MakeBench,
+    kernel: GatedSyscalls,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    since_turn_s: float,
+) -> None:
+    """The loop only waits, and the clock moves as it does. A call begins so long after it last looked."""
+    bench = make_manager(host_blocks=16, disk_blocks=4, disk_dir=str(tmp_path / "disk"))
+    probes, genuine = Probes(bench.settings, bench.clock), selectors.DefaultSelector.select
+
+    def wait(selector: selectors.DefaultSelector, timeout: float) -> object:
+        found = genuine(selector, 0)
+        bench.clock.advance(0.0 if found else timeout)
+        return found
+
+    bench.engine()
+    bench.tick()
+    probes.turn_ended(bench.server.spaces)
+    monkeypatch.setattr(selectors.DefaultSelector, "select", wait)
+    side = bench.space().disk
+    assert side is not None
+    bench.clock.advance(since_turn_s)
+    kernel.shut("pwritev", "journal")
+    side.medium.forget(SlotIndex(0))
+    kernel.wait_entered()
+    begun_s = bench.clock()
+    while "disk tier is slow" not in probes.ready().text or "disk tier is slow" not in caplog.text:
+        with managers_thread.turn():
+            bench.server.step()
+        probes.turn_ended(bench.server.spaces)
+        assert bench.clock() - begun_s < 1.0, "it has not been said"
+    assert bench.space().tiers() == {"host": 16}
 
 
 def test_a_disk_that_is_being_opened_keeps_nobody_else(
