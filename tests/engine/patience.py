@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 from typing import Any
 
 from engine.engine_child import Child
+from kvbm.leader.patience import Patience
+from kvbm.leader.search import Search
 
 READS_S = 60.0
 SLOTS_S = 10.0
 
 
+class EndlessPatience(Patience):
+    """No lookup is too late, and every read from disk is waited for."""
+
+    is_manager_silent = False
+
+    def unanswered_too_long(self, search: Search, now_s: float) -> bool:
+        return False
+
+    def for_reads_s(self, search: Search, offset: int) -> float:
+        return READS_S
+
+
 def wait_for_every_hit(child: Child) -> None:
     """The engine waits for answers of its manager, and for reads from disk, however fast it would compute instead."""
     leader = _leader(child)
-    leader.lookups.patience = SimpleNamespace(
-        is_manager_silent=False,
-        record_answer=lambda: None,
-        unanswered_too_long=lambda search, now_s: False,
-        for_reads_s=lambda search, offset: READS_S,
-    )
+    leader.lookups.patience = EndlessPatience(leader._link, leader.cost)
 
 
 def wait_for_every_store(child: Child) -> None:

@@ -202,7 +202,10 @@ def test_reset_drops_what_is_not_in_use_and_says_what_stays(node: Node) -> None:
     while any(row["engine"] == "engine-1" for row in node.json("inspect", "leases")["leases"]):
         pass
     result = node.json("reset", "--tier", "g2")
-    assert result == {"manager": path, "tiers": {"host": {"type": "reset_done", "dropped": 3, "in_use": 2}}}
+    assert result == {
+        "manager": path,
+        "tiers": {"host": {"type": "reset_done", "dropped": 3, "in_use": 2, "undone": ""}},
+    }
     kept = node.json("inspect", "blocks")["blocks"]
     assert [row["key"] for row in kept] == [key.hex() for key in KEYS[:2]]
 

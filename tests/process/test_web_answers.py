@@ -87,7 +87,7 @@ def test_every_action_has_the_fields_and_the_effect_of_the_command(
     wait_for(lambda: not web.document("/api/leases")["leases"], END_S, "leases stay")
     wait_for(lambda: len(web.document("/api/blocks?tier=G3")["blocks"]) == 4, END_S, "not on disk")
     dropped = web.post("/api/reset", {"tier": "G2"}).json()
-    assert dropped["tiers"] == {"host": {"type": "reset_done", "dropped": 4, "in_use": 0}}
+    assert dropped["tiers"] == {"host": {"type": "reset_done", "dropped": 4, "in_use": 0, "undone": ""}}
     assert set(node.json("reset", "--tier", "G2")) == set(dropped)
     fetched = web.post("/api/prefetch", {"tokens": tokens}).json()
     assert (fetched["blocks"], fetched["coming"] + fetched["ready"]) == (4, 4)

@@ -104,9 +104,7 @@ class Leader:
         parts = self.stores, self._offers, self.lookups, self.announced
         self._renewal = Renewal(self._link, self._weights, *parts, self.requests)
         self._inbox = Inbox(self._link, *parts, self._questions, self.rank_reports, self.requests)
-        self._reads_due = (
-            True  # messages are taken in once between two steps: an engine may ask about thousands
-        )
+        self._reads_due = True  # messages are taken in once a step: an engine may ask about thousands
         self._new_loads: list[LoadPlan] = []
         self._budget, self._steps = StepBudget(self._link), StepTimes(self.cost, clock)
         self.receive()
