@@ -239,6 +239,12 @@ def test_the_checkout_has_no(checker: Checker) -> None:
     assert_none(violations(checker, python_files(*CODE_FOLDERS), ROOT))
 
 
+def test_each_decision_has_its_number() -> None:
+    found = sorted((ROOT / "docs/decisions").glob("[0-9]*.md"))
+    assert [path.name[:4] for path in found] == [f"{number:04}" for number in range(1, len(found) + 1)]
+    assert [path.read_text()[:7] for path in found] == [f"# {path.name[:4]} " for path in found]
+
+
 def test_decisions_are_short() -> None:
     assert_none(violations(long_decisions, sorted((ROOT / "docs/decisions").glob("*.md")), ROOT))
 
