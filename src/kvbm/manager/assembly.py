@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvbm.block import Outcome
@@ -323,6 +324,7 @@ class SpaceTable:
             unowned_bytes=settings.disk_unowned_bytes,
             setting=setting,
             keeps_facts=keeps_facts,
+            notes_dir=Path(settings.runtime_dir),
             clock=self._clock,
             wait=False,
         )

@@ -16,7 +16,8 @@ from kvbm.policy.admission.filter import AdmitAll
 from kvbm.policy.admission.ghost import GhostAdmission
 from kvbm.policy.admission.write_budget import WriteBudget
 from kvbm.protocol import Commit, Ready
-from kvbm.tiers.disk.directory import claim_directory, read_meta
+from kvbm.tiers.disk.directory import claim_directory
+from kvbm.tiers.disk.directory_meta import read_meta
 from kvbm.tiers.disk.syscalls import Syscalls
 from rigs.fake_tier import FakeTier
 from rigs.manager import KEYS, LAYOUT, NAMESPACE, OTHER, ManagerBench, refusal, store

@@ -17,22 +17,24 @@ import stat
 import time
 from pathlib import Path
 
-import msgspec
-
 from kvbm.errors import SettingsError, TierError
-from kvbm.layout import BlockLayout, Namespace
 from kvbm.peers import nameless_as
-from kvbm.tiers.disk.geometry import DiskGeometry
+from kvbm.tiers.disk.directory_meta import (
+    FORMAT_VERSION,
+    META_NAME,
+    DirectoryMeta,
+    encode_meta,
+    open_to_read,
+    read_meta,
+)
 from kvbm.tiers.disk.syscalls import Syscalls, write_fully
 
 log = logging.getLogger("kvbm.tiers.disk.tier")
 
 DIRECTORY_PREFIX = "dynamo-kvbm-disk-cache-"
-FORMAT_VERSION = 2
 INDEX_COUNT_MAX = 256
-META_BYTES_MAX = 1 << 20
 _PID_BYTES_MAX = 32
-META_NAME, LOCK_NAME, JOURNAL_NAME = "meta.json", "lock", "journal"
+LOCK_NAME, JOURNAL_NAME = "lock", "journal"
 NEW_SUFFIX = ".new"
 _CLAIM_ATTEMPTS = 200
 _LOOKERS_PAUSE_S = 0.001
@@ -47,89 +49,6 @@ _UNWRITABLE = (
 )
 
 
-class DirectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """`meta.json`: everything that must agree before a directory's blocks may be used again."""
-
-    format: int
-    fingerprint: str
-    namespace: Namespace
-    block_tokens: int
-    shard_bytes: int
-    shard_count: int
-    block_bytes: int
-    slot_count: int
-    slab_slots: int
-    persist: bool = True
-    """False: its owner asked for nothing to be left behind, so without an owner it is of no use."""
-
-    def same_blocks(self, other: DirectoryMeta) -> bool:
-        """True when slot i of one holds the same bytes in the same place as slot i of the other.
-
-        The number of slots may differ, whether they are left behind, and the model's name: the fingerprint counts.
-        """
-        alike = msgspec.structs.replace(
-            self, slot_count=other.slot_count, namespace=other.namespace, persist=other.persist
-        )
-        return alike == other and self.namespace.fingerprint == other.namespace.fingerprint
-
-    def difference(self, wanted: DirectoryMeta) -> str:
-        """One line saying why its blocks are not those of `wanted`."""
-        for name in ("format", "block_tokens", "shard_bytes", "shard_count", "block_bytes", "slab_slots"):
-            if getattr(self, name) != getattr(wanted, name):
-                return f"its {name} is {getattr(self, name)}, and {getattr(wanted, name)} is wanted"
-        return "it is of another namespace"
-
-    @property
-    def geometry(self) -> DiskGeometry:
-        return DiskGeometry(
-            block_bytes=self.block_bytes, slot_count=self.slot_count, slab_slots=self.slab_slots
-        )
-
-
-def describe(
-    namespace: Namespace, layout: BlockLayout, geometry: DiskGeometry, persist: bool = True
-) -> DirectoryMeta:
-    """The meta of a directory with these contents."""
-    return DirectoryMeta(
-        format=FORMAT_VERSION,
-        fingerprint=namespace.fingerprint.hex(),
-        namespace=namespace,
-        block_tokens=layout.block_tokens,
-        shard_bytes=layout.shard_bytes,
-        shard_count=layout.shard_count,
-        block_bytes=layout.block_bytes,
-        slot_count=geometry.slot_count,
-        slab_slots=geometry.slab_slots,
-        persist=persist,
-    )
-
-
-def encode_meta(meta: DirectoryMeta) -> bytes:
-    """The text of `meta.json`."""
-    return msgspec.json.format(msgspec.json.encode(meta), indent=2) + b"\n"
-
-
-def meta_bytes_bound(namespace: Namespace, layout: BlockLayout) -> int:
-    """No meta of this namespace is longer, whatever the geometry."""
-    widest = DiskGeometry(block_bytes=layout.block_bytes, slot_count=10**18, slab_slots=10**18)
-    return len(encode_meta(describe(namespace, layout, widest, persist=False)))
-
-
-def read_meta(path: Path | str, dir_fd: int | None = None) -> DirectoryMeta | None:
-    """The meta in that file; None when it is missing, unreadable, too long or not one of ours."""
-    try:
-        fd = _open_to_read(path, dir_fd)
-    except OSError:
-        return None
-    with open(fd, "rb") as file:
-        try:
-            meta = msgspec.json.decode(file.read(META_BYTES_MAX), type=DirectoryMeta)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-            return None
-    sane = 0 < meta.slot_count and 0 < meta.slab_slots and 0 < meta.shard_count
-    return meta if sane and 0 < meta.block_bytes and meta.block_bytes % meta.shard_count == 0 else None
-
-
 class ClaimedDirectory:
     """A directory whose lock we hold. `found` is the meta that was in it, None when there was none that can be read."""
 
@@ -140,6 +59,8 @@ class ClaimedDirectory:
         self._lock_fd = lock_fd
         self.created = created
         self.found = None if created else read_meta(META_NAME, dir_fd)
+        self.meta = self.found
+        """What is in it now."""
 
     def write_meta(self, meta: DirectoryMeta) -> None:
         """Replace `meta.json` as a whole. Raises OSError."""
@@ -151,6 +72,7 @@ class ClaimedDirectory:
         finally:
             self._syscalls.close(fd)
         self._syscalls.rename(META_NAME + NEW_SUFFIX, META_NAME, dir_fd=self.dir_fd)
+        self.meta = meta
 
     def vanished(self) -> str:
         """Empty, or one phrase saying that the path no longer leads to this directory."""
@@ -268,7 +190,7 @@ def list_directories(root: Path, short: str = "") -> list[Path]:
 def is_locked(path: Path) -> bool:
     """True while a process owns the directory. Looking never makes a claim fail."""
     try:
-        fd = _open_to_read(path / LOCK_NAME)
+        fd = open_to_read(path / LOCK_NAME)
     except OSError:
         return False
     try:
@@ -280,7 +202,7 @@ def is_locked(path: Path) -> bool:
 def owner_pid(path: Path) -> int | None:
     """The process that wrote itself into the lock file last: the owner, while `is_locked`."""
     try:
-        with open(_open_to_read(path / LOCK_NAME), "rb") as file:
+        with open(open_to_read(path / LOCK_NAME), "rb") as file:
             return int(file.read(_PID_BYTES_MAX))
     except (OSError, ValueError):
         return None
@@ -369,15 +291,6 @@ def _make(path: Path, syscalls: Syscalls) -> bool:
     except FileExistsError:
         return False
     return True
-
-
-def _open_to_read(path: Path | str, dir_fd: int | None = None) -> int:
-    """Open a regular file, and nothing else: in a directory that all may write to, a pipe could hold us for ever."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=dir_fd)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return fd
 
 
 def _private(dir_fd: int) -> bool:

@@ -72,14 +72,15 @@ class DiskGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
     def total_bytes(self, meta_bytes: int) -> int:
         """All that the directory may ever take on the medium: data, journal, meta (twice, while it is replaced),
-        lock, the directory itself, and the filesystem's own maps of the files when they are as scattered as can be.
+        lock, the directory itself, a mark of a reset, and the filesystem's own maps of the files when they are as
+        scattered as can be.
         """
         facts_bytes = round_up(self.slot_count * self.fact_bytes, PAGE_BYTES)
         extents = self.slot_count + (self.journal_bytes + facts_bytes) // PAGE_BYTES
         file_maps = (
             2 * self.slab_count + 2 + (self.fact_bytes > 0) + extents // _EXTENTS_PER_PAGE
         ) * PAGE_BYTES
-        small_files = 2 * round_up(meta_bytes, PAGE_BYTES) + 2 * PAGE_BYTES
+        small_files = 2 * round_up(meta_bytes, PAGE_BYTES) + 3 * PAGE_BYTES
         files = self.slot_count * self.block_bytes + self.journal_bytes + facts_bytes
         return files + small_files + file_maps
 

@@ -22,11 +22,14 @@ from kvbm.tiers.disk.block_io import BlockIo
 from kvbm.tiers.disk.control import ControlThread
 from kvbm.tiers.disk.medium import DiskMedium, DiskOptions
 from kvbm.tiers.disk.opening import open_medium
+from kvbm.tiers.disk.reset_marks import ResetMarks
 from kvbm.tiers.disk.syscalls import Syscalls
 from kvbm.tiers.disk.voids import Voids
 
 log = logging.getLogger("kvbm.tiers.disk.tier")
 
+SYNC_S_MAX = 1.0
+"""What is not durable while an operation takes that long is marked beside the medium."""
 STRETCHES_AT_ONCE = 64
 """Voids that are written before another operation has its turn."""
 
@@ -85,13 +88,23 @@ class Maintenance:
         self._home: Path | None = None
         self._voids = Voids(slot_count)
         self._sync_wanted, self._sync_queued = 0, False
-        self.synced = 0
-        """As `RunTier.synced`."""
+        self._marks = ResetMarks(options.namespace.short, options.root, options.notes_dir, syscalls)
+        self._mark_lock = threading.Lock()
+        # Guarded by the lock: the number of the last mark, and up to which `sync` it counts.
+        self._mark = self._marked = 0
+        # The last mark that the medium has recorded, and the last `sync` that was to be marked.
+        self._recorded_mark = self._mark_wanted = 0
+        self._synced = 0
         self._looking = False
         self._opening: Opening | None = None
         self.is_opening = False
         self._closed = False
         self._thread = ControlThread(clock)
+
+    @property
+    def synced(self) -> int:
+        """As `RunTier.synced`."""
+        return max(self._synced, self._marked)
 
     @property
     def busy_s(self) -> float:
@@ -134,7 +147,8 @@ class Maintenance:
         if before is not None:
             self.medium = None
             before.close(remove=not options.persist)
-        medium = open_medium(options, self._syscalls, self._io, self._go_on, self._home)
+        mark = self._mark  # the medium is empty where it has not recorded it
+        medium = open_medium(options, self._syscalls, self._io, self._go_on, self._marks, self._home)
         if medium.path != self._home:
             self._voids.clear()  # they were of another directory
         try:
@@ -142,14 +156,14 @@ class Maintenance:
             while (stretch := self._voids.take()) is not None:
                 self._void(medium, stretch)
                 forgotten.update(stretch)
-            if sync_wanted > self.synced:
+            if sync_wanted > self._synced:
                 medium.sync()
-                self.synced = sync_wanted
+                self._synced = sync_wanted
         except OSError as error:
             medium.close(remove=not options.persist)
             text = f"disk tier: cannot read the journal in {medium.path}: {reason_of(error)}"
             raise TierError(text) from error
-        self.medium, self._home = medium, medium.path
+        self.medium, self._home, self._recorded_mark = medium, medium.path, mark
         return [block for block in recovered if block.slot not in forgotten]
 
     def _go_on(self) -> None:
@@ -172,24 +186,57 @@ class Maintenance:
     def sync(self) -> int:
         """As `RunTier.sync`."""
         self._sync_wanted += 1
+        self._queue_sync()
+        return self._sync_wanted
+
+    def watch_sync(self) -> None:
+        """In each turn: a reset that the medium does not record, because it is off or hangs, is marked beside it. The
+        medium records it when it can."""
+        wanted, stuck = self._sync_wanted, self._fault.text or self.busy_s >= SYNC_S_MAX
+        if stuck and wanted > max(self.synced, self._mark_wanted):
+            self._mark_wanted = wanted
+            try:
+                threading.Thread(
+                    target=self._add_mark, args=(wanted,), name="kvbm-disk-mark", daemon=True
+                ).start()
+            except RuntimeError as error:
+                log.warning("disk tier: a reset is not marked: a thread cannot be started: %s", error)
+        if self._mark > self._recorded_mark and not self._fault.text:
+            self._queue_sync()
+
+    def _add_mark(self, wanted: int) -> None:
+        """In a thread of its own."""
+
+        def note(number: int) -> None:
+            with self._mark_lock:
+                self._mark, self._marked = max(self._mark, number), max(self._marked, wanted)
+            self._wake()
+
+        try:
+            self._marks.add(self._mark, note)
+        except OSError as error:
+            if self._marked < wanted:
+                log.warning("disk tier: a reset is not marked beside %s: %s", self._options.root, error)
+
+    def _queue_sync(self) -> None:
         if not self._sync_queued:
             self._sync_queued = True
             self._thread.run(self._sync)
-        return self._sync_wanted
 
     def _sync(self) -> None:
         self._sync_queued = False
-        wanted, medium = self._sync_wanted, self.medium
+        wanted, mark, medium = self._sync_wanted, self._mark, self.medium
         if self._fault.text or medium is None:
             return  # that is done when it is opened again
         try:
             while (stretch := self._voids.take()) is not None:
                 self._void(medium, stretch)
             medium.sync()
+            medium.note_reset(mark)
         except OSError as error:
             self._fault.turn_off("voiding slots in the journal", error)
         else:
-            self.synced = wanted
+            self._synced, self._recorded_mark = wanted, mark
         self._wake()
 
     def _write_voids(self) -> None:

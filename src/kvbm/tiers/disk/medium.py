@@ -48,6 +48,7 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
     unowned_bytes: int | None = None
     setting: DiskSetting = AS_PARAMETERS
     keeps_facts: bool = False
+    notes_dir: Path | None = None
 
 
 class RunEnd(NamedTuple):
@@ -244,6 +245,12 @@ class DiskMedium:
     def sync(self) -> None:
         """Make the journal durable. Raises OSError."""
         self._syscalls.fdatasync(self._journal.fd)
+
+    def note_reset(self, number: int) -> None:
+        """The blocks of this reset are not here any more, and that is durable (see `reset_marks`). Raises OSError."""
+        meta = self._directory.meta
+        if meta is not None and meta.reset < number:
+            self._directory.write_meta(msgspec.structs.replace(meta, reset=number))
 
     def _try_void(self, slot: int, count: int = 1) -> None:
         """`void` on a medium that may be failing."""

@@ -9,22 +9,18 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from kvbm.errors import TierError
 from kvbm.layout import PAGE_BYTES
 from kvbm.tiers.disk.block_io import BlockIo
-from kvbm.tiers.disk.directory import (
-    JOURNAL_NAME,
-    NEW_SUFFIX,
-    ClaimedDirectory,
-    DirectoryMeta,
-    claim_directory,
-    describe,
-    meta_bytes_bound,
-)
+from kvbm.tiers.disk.directory import JOURNAL_NAME, NEW_SUFFIX, ClaimedDirectory, claim_directory
+from kvbm.tiers.disk.directory_meta import DirectoryMeta, describe, meta_bytes_bound
 from kvbm.tiers.disk.facts_file import FACTS_NAME, FactsFile, fact_bytes
 from kvbm.tiers.disk.geometry import RECORD_BYTES, DiskGeometry, plan_geometry
 from kvbm.tiers.disk.journal import Journal, reserve
 from kvbm.tiers.disk.medium import DiskMedium, DiskOptions, touch
+from kvbm.tiers.disk.reset_marks import ResetMarks
 from kvbm.tiers.disk.room import Room, bound_unowned, require_space
 from kvbm.tiers.disk.slabs import SlabFiles, slab_name
 from kvbm.tiers.disk.syscalls import Syscalls
@@ -50,6 +46,7 @@ def open_medium(
     syscalls: Syscalls,
     io: BlockIo,
     go_on: Callable[[], None],
+    marks: ResetMarks,
     before: Path | None = None,
 ) -> DiskMedium:
     """Claim a directory, keep the blocks in it that may be kept, and make it as large as it should be.
@@ -62,13 +59,14 @@ def open_medium(
     geometry = plan(options)
     meta = describe(options.namespace, options.layout, geometry, options.persist)
     directory = claim_directory(options.root, meta, syscalls, before, options.setting.root)
-    found = directory.found
-    kept = found is not None and found.same_blocks(meta)
-    if found is not None and not kept:
-        log.warning("disk tier: %s starts empty: %s", directory.path, found.difference(meta))
-    tier_bytes = geometry.total_bytes(meta_bytes_bound(options.namespace, options.layout))
-    bound_unowned(options.root, directory.path, tier_bytes, options.unowned_bytes, options.setting)
     try:
+        found, reset = directory.found, marks.newest()
+        kept = found is not None and found.same_blocks(meta) and found.reset >= reset
+        meta = msgspec.structs.replace(meta, reset=found.reset if found is not None and kept else reset)
+        if found is not None and not kept:
+            log.warning("disk tier: %s starts empty: %s", directory.path, found.difference(meta))
+        tier_bytes = geometry.total_bytes(meta_bytes_bound(options.namespace, options.layout))
+        bound_unowned(options.root, directory.path, tier_bytes, options.unowned_bytes, options.setting)
         return _open_files(directory, options, meta, kept, syscalls, io, go_on)
     except BaseException as error:
         directory.release(remove=directory.created)
@@ -98,13 +96,14 @@ def _open_files(
             # Voids every record before anything else: later steps may be interrupted, and other geometry or
             # another namespace must find nothing here.
             syscalls.ftruncate(journal_fd, 0)
+            syscalls.fdatasync(journal_fd)
         _trim(directory, geometry, journal_fd, syscalls)
         room = Room(syscalls, directory.path)
         reserve(syscalls, journal_fd, geometry.journal_bytes)
         require_room = _require_nothing if sparse else room.require
         slabs.open(directory.dir_fd, options.zerofill_fallback, go_on, require_room)
         if directory.found != meta:
-            directory.write_meta(meta)
+            directory.write_meta(meta)  # from now on it does not hold what was reset
         touch(journal_fd, syscalls)
     except BaseException:
         slabs.close()

@@ -11,17 +11,8 @@ import msgspec
 
 from kvbm.layout import PAGE_BYTES
 from kvbm.tiers.disk.block_io import Checksum, host_checksum
-from kvbm.tiers.disk.directory import (
-    DIRECTORY_PREFIX,
-    FORMAT_VERSION,
-    JOURNAL_NAME,
-    META_NAME,
-    DirectoryMeta,
-    is_locked,
-    list_directories,
-    owner_pid,
-    read_meta,
-)
+from kvbm.tiers.disk.directory import DIRECTORY_PREFIX, JOURNAL_NAME, is_locked, list_directories, owner_pid
+from kvbm.tiers.disk.directory_meta import FORMAT_VERSION, META_NAME, DirectoryMeta, read_meta
 from kvbm.tiers.disk.geometry import RECORD_BYTES, DiskGeometry
 from kvbm.tiers.disk.journal import BlockRecord, DamagedRecord, Journal
 from kvbm.tiers.disk.slabs import slab_name

@@ -57,6 +57,7 @@ def open_disk_tier(
     unowned_bytes: int | None = None,
     setting: DiskSetting = AS_PARAMETERS,
     keeps_facts: bool = False,
+    notes_dir: Path | None = None,
     clock: Clock = monotonic,
     syscalls: Syscalls | None = None,
     io: BlockIo | None = None,
@@ -74,6 +75,7 @@ def open_disk_tier(
       go first. None is eight times the size of the largest tier there, times the tiers that share one `setting`, and
       spares what was used within seven days.
     - `keeps_facts`: keep what is said of blocks (`BlockHead.facts`) in a file of its own, a few hundred bytes a block.
+    - `notes_dir`: a directory of ours on another medium: there a reset is marked while this one cannot record it.
     - `setting`: how the caller names these, for errors and log lines.
     - `io`: how blocks move and are checked, by system calls from host memory where it is not given. The tier takes it
       over and closes it, also when opening fails.
@@ -97,6 +99,7 @@ def open_disk_tier(
         unowned_bytes=unowned_bytes,
         setting=setting,
         keeps_facts=keeps_facts,
+        notes_dir=notes_dir,
     )
     try:
         tier = DiskTier(options, io_threads, pending_limit, clock, syscalls, io)
@@ -254,6 +257,7 @@ class DiskTier:
 
     def poll(self) -> list[Completion]:
         self._watch()
+        self._upkeep.watch_sync()
         return self._threads.collect()
 
     def fileno(self) -> int:

@@ -17,18 +17,14 @@ from kvbm.testing.stored_runs import NAMESPACE, OTHER_NAMESPACE
 from kvbm.tiers.disk import directory as disk_directory
 from kvbm.tiers.disk.directory import (
     DIRECTORY_PREFIX,
-    FORMAT_VERSION,
     ClaimedDirectory,
-    DirectoryMeta,
     claim_directory,
-    describe,
-    encode_meta,
     is_locked,
     list_directories,
     owner_pid,
-    read_meta,
     remove_directory,
 )
+from kvbm.tiers.disk.directory_meta import FORMAT_VERSION, DirectoryMeta, describe, encode_meta, read_meta
 from kvbm.tiers.disk.geometry import DiskGeometry
 from kvbm.tiers.disk.syscalls import Syscalls
 from rigs.faulty_syscalls import Fault, FaultRule, FaultySyscalls
