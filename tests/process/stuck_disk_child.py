@@ -1,4 +1,7 @@
-"""`kvbm manager` on a disk whose writes do not end any more once a file, the first argument, is there."""
+"""`kvbm manager` on a disk whose writes do not end any more once a file is there.
+
+The first arguments are that file and the disk's directory.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from collections.abc import Sequence
 from kvbm.tiers.disk.syscalls import Syscalls
 
 
-def main(stuck: str, *arguments: str) -> None:
+def main(stuck: str, disk: str, *arguments: str) -> None:
     """Serve."""
     genuine = Syscalls.pwritev
 
     def pwritev(self: Syscalls, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if os.path.exists(stuck):
+        if os.path.exists(stuck) and os.readlink(f"/proc/self/fd/{fd}").startswith(disk):
             threading.Event().wait()
         return genuine(self, fd, buffers, offset)
 
