@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -56,10 +56,16 @@ class Fault:
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """How an attempt to open the medium ended: what it holds, or why it cannot be opened."""
+    """How an attempt to open the medium ended: what it holds, or why it cannot be opened. `forgotten` has a byte a
+    slot: 1 for those that the owner has forgotten since."""
 
     recovered: list[RecoveredBlock]
     error: KvbmError | None = None
+    forgotten: bytes = b""
+
+    def __iter__(self) -> Iterator[RecoveredBlock]:
+        """What it holds still, the oldest first."""
+        return (block for block in self.recovered if not self.forgotten[block.slot])
 
 
 class Maintenance:
@@ -97,6 +103,9 @@ class Maintenance:
         self._synced = 0
         self._looking = False
         self._opening: Opening | None = None
+        self._slot_count = slot_count
+        # Forgotten since the attempt to open began, which may have read the journal before: a byte a slot.
+        self._forgotten = bytearray()
         self.is_opening = False
         self._closed = False
         self._thread = ControlThread(clock)
@@ -121,12 +130,15 @@ class Maintenance:
         """Begin to close the medium, if there is one, and to open it anew: nothing is in flight."""
         assert not self.is_opening
         self.is_opening = True
+        self._forgotten = bytearray(self._slot_count)
         self._thread.run(self._open)
 
     def opened(self) -> Opening | None:
         """How the attempt that `open` began has ended, once; None while it goes on."""
         opening, self._opening = self._opening, None
-        self.is_opening = self.is_opening and opening is None
+        if opening is not None:
+            self.is_opening = False
+            opening = msgspec.structs.replace(opening, forgotten=bytes(self._forgotten))
         return opening
 
     def _open(self) -> None:
@@ -175,6 +187,8 @@ class Maintenance:
 
     def forget(self, slot: int, count: int = 1) -> None:
         """Void the records of these slots, soon. Any thread."""
+        if self.is_opening:
+            self._forgotten[slot : slot + count] = b"\1" * count
         if self._voids.add(slot, count):
             self._thread.run(self._write_voids)
 

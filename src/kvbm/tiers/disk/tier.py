@@ -28,7 +28,7 @@ from kvbm.tiers.disk.block_io import (
 )
 from kvbm.tiers.disk.completions import abandoned, completions_of, memory_of
 from kvbm.tiers.disk.geometry import AS_PARAMETERS, DiskSetting
-from kvbm.tiers.disk.maintenance import Fault, Maintenance
+from kvbm.tiers.disk.maintenance import Fault, Maintenance, Opening
 from kvbm.tiers.disk.medium import DiskMedium, DiskOptions
 from kvbm.tiers.disk.opening import plan
 from kvbm.tiers.disk.room import NoRoom
@@ -152,7 +152,7 @@ class DiskTier:
         """Why the last attempt to open the medium failed."""
         self._sequence = 0
         self._was_open = self._closed = False
-        self._recovered: list[RecoveredBlock] = []
+        self._recovered: Iterable[RecoveredBlock] = ()
         self._watched_s = clock()
         self._no_room_logged = False
         self._threads = IoThreads(
@@ -196,7 +196,7 @@ class DiskTier:
         return max(self._threads.busy_s, self._upkeep.busy_s)
 
     def recovered(self) -> Iterable[RecoveredBlock]:
-        found, self._recovered = self._recovered, []
+        found, self._recovered = self._recovered, ()
         return found
 
     def facts(self, slot: SlotIndex, keys: Sequence[BlockKey]) -> list[bytes]:
@@ -282,7 +282,7 @@ class DiskTier:
         if opening.error is not None:
             self._fault.text = str(opening.error)
             return Outcome.RETRY
-        self._take_into_use(opening.recovered)
+        self._take_into_use(opening)
         return Outcome.HIT
 
     def drain(self, deadline_s: float) -> bool:
@@ -314,11 +314,12 @@ class DiskTier:
             self._upkeep.close_medium(remove)
         self._io.close()
 
-    def _take_into_use(self, recovered: list[RecoveredBlock]) -> None:
+    def _take_into_use(self, opening: Opening) -> None:
+        found = opening.recovered  # the last one is the newest
         if self._was_open:
-            log.warning("disk tier is back in %s with %d block(s)", self.path, len(recovered))
-        self._was_open, self._recovered = True, recovered
-        self._sequence = max([self._sequence, *(block.sequence for block in recovered)])
+            log.warning("disk tier is back in %s with %d block(s)", self.path, len(found))
+        self._was_open, self._recovered = True, opening
+        self._sequence = max([self._sequence, *(block.sequence for block in found[-1:])])
         self._watched_s = self._clock()
         self._no_room_logged = False
         self._fault.text = ""

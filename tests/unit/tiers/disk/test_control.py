@@ -202,6 +202,23 @@ def test_what_was_forgotten_is_gone_for_ever_once_that_is_synced(bench: Bench) -
     assert crash(bench) == [3]
 
 
+def test_what_is_forgotten_while_the_tier_is_opened_again_does_not_come_back(bench: Bench) -> None:
+    """Its records have been read by then."""
+    for slot in range(3):
+        store(bench.tier, LAYOUT, make_key(slot), slot)
+    bench.tier._fault.declare("broken by the test")
+    bench.tier.forget(SlotIndex(0))
+    bench.tier.sync()
+    assert bench.tier.drain(DEADLINE_S)
+    bench.kernel.shut("fdatasync")
+    assert bench.tier.heal() is Outcome.PENDING
+    bench.kernel.wait_entered()
+    bench.tier.forget(SlotIndex(2))
+    bench.kernel.open_gate()
+    assert heal(bench.tier)
+    assert sorted(by_slot(bench.tier.recovered())) == [1]
+
+
 def test_what_was_forgotten_while_off_is_synced_when_the_tier_is_back(tmp_path: Path) -> None:
     kernel = FaultySyscalls(1)
     tier = open_disk_tier(tmp_path, LAYOUT, NAMESPACE, capacity_blocks=8, syscalls=kernel)
