@@ -79,8 +79,7 @@ def open_disk_tier(
     - `setting`: how the caller names these, for errors and log lines.
     - `io`: how blocks move and are checked, by system calls from host memory where it is not given. The tier takes it
       over and closes it, also when opening fails.
-    - `wait`: return when it is open. Otherwise it is off until `heal` has opened it, and `opening_error` says what has
-      kept it from that.
+    - `wait`: return when it is open. Otherwise it is off until `heal` has opened it (see `opening_error`).
 
     Raises SettingsError (a directory or a capacity that cannot be used) and TierError (the medium failed or is full;
     DirectRefused: it cannot be reached by this `io`).
