@@ -20,9 +20,9 @@ from kvbm.manager import announcements
 from kvbm.manager.announcements import KeysAccount
 from kvbm.manager.held_keys import HeldKeys
 from kvbm.manager.pool import ABORTED, RESET, SlotPool
-from kvbm.manager.recovery_order import FoundBlock
 from kvbm.policy import LeafFirstLru
 from kvbm.protocol import HeldBlocks
+from rigs.found_blocks import recover
 from rigs.property_tests import scale_examples
 
 SLOTS = {Tier.HOST: 5, Tier.DISK: 7}
@@ -175,7 +175,7 @@ class MirrorMachine(RuleBasedStateMachine):
         tier, slots = Tier.DISK, SLOTS[Tier.DISK]
         pool = self.new_pool(tier)
         pool.on_committed = None
-        pool.recover([FoundBlock(key, None, (i + shift) % slots) for i, key in enumerate(kept)], self.tick())
+        recover(pool, [(key, None, (i + shift) % slots) for i, key in enumerate(kept)], self.tick())
         self.pools[tier], self.filling[tier], self.held[tier] = pool, {}, set(kept)
         self.index[tier].indexed_anew(pool)
         pool.on_committed = self.index[tier].committed

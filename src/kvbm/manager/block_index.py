@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
-from kvbm.block import NO_SLOT, BlockState, SlotIndex
-from kvbm.manager.recovery_order import FoundBlock, KeyT
+from kvbm.block import BlockState, SlotIndex
 
+KeyT = TypeVar("KeyT", bound=Hashable)
+"""The key of a block and of the chain up to it: `BlockKey` in the manager, a number in the simulator."""
 KeyT_contra = TypeVar("KeyT_contra", bound=Hashable, contravariant=True)
 
 _FREE, _FILLING, _RESIDENT = int(BlockState.FREE), int(BlockState.FILLING), int(BlockState.RESIDENT)
@@ -24,8 +25,6 @@ class BlockIndex(Generic[KeyT]):
         self._slots: dict[KeyT, int] = {}
         self._keys: list[KeyT | None] = [None] * slot_count
         self._state = state
-        # Blocks found after a restart that are not indexed yet.
-        self._waiting: dict[KeyT, FoundBlock[KeyT]] = {}
         self.cleared_count = 0
         """Free slots whose former block is still in the index. It cannot be found, and is forgotten later."""
 
@@ -68,26 +67,18 @@ class BlockIndex(Generic[KeyT]):
         slot = self._slots.get(key)
         return SlotIndex(slot) if slot is not None and self._state[slot] == _FILLING else None
 
-    def slots_of(self, keys: Iterable[KeyT]) -> list[int]:
-        """The slot that holds each of the blocks, resident or being filled; NO_SLOT for one that is not held."""
-        slots = [self._slots.get(key, NO_SLOT) for key in keys]
-        if self.cleared_count:
-            slots = [slot if slot >= 0 and self._state[slot] != _FREE else NO_SLOT for slot in slots]
-        return slots
-
     def holds(self, key: KeyT) -> bool:
-        """Whether the block is resident or being filled, or was found after a restart."""
+        """Whether the block is resident or being filled."""
         slot = self._slots.get(key)
-        return (slot is not None and self._state[slot] != _FREE) or key in self._waiting
+        return slot is not None and self._state[slot] != _FREE
 
     def held(self, keys: Iterable[KeyT]) -> bytes:
         """`holds` for each of the keys, a byte each: 1 or 0."""
-        plain = not self.cleared_count and not self._waiting
-        return bytes(map(self._slots.__contains__ if plain else self.holds, keys))
+        return bytes(map(self.holds if self.cleared_count else self._slots.__contains__, keys))
 
     def holds_any(self, keys: Iterable[KeyT]) -> bool:
         """`holds` for at least one of the keys."""
-        if self.cleared_count or self._waiting:
+        if self.cleared_count:
             return any(map(self.holds, keys))
         return not self._slots.keys().isdisjoint(keys)
 

@@ -18,7 +18,6 @@ from kvbm.manager.names import EngineNames
 from kvbm.manager.offload import Offloader
 from kvbm.manager.onboard import Onboarder, Rising
 from kvbm.manager.pool import ABORTED, TIER_OFF, SlotPool
-from kvbm.manager.recovery_order import FoundBlock
 from kvbm.manager.slot_facts import SlotFacts
 from kvbm.manager.sources import DiskSource
 from kvbm.observe.metrics import Metrics
@@ -200,9 +199,17 @@ class DiskSide:
             self.backlog.add(indexing)
 
     def _indexing(
-        self, pool: SlotPool[BlockKey], found: Iterable[RecoveredBlock], before: SlotPool[BlockKey] | None
+        self, pool: SlotPool[BlockKey], blocks: Iterable[RecoveredBlock], before: SlotPool[BlockKey] | None
     ) -> Iterator[None]:
-        for _ in pool.recovering(map(self._found, found), self.clock(), self.slice_blocks):
+        from kvbm.manager.recovery import Recovery  # needs numpy
+        from kvbm.tiers.recovered import RecoveredBlocks
+
+        found = RecoveredBlocks.of(blocks)
+        recovery = Recovery(pool, found, self.clock(), self.tail_groups, self.slice_blocks)
+        for part in recovery.index():
+            if self.keeps_facts:
+                first = found.groups[part] == 0
+                self.facts.found(found.slots[part][first], found.engine_names(part)[first])
             yield
             if pool is not self.pool:
                 return  # the medium was opened once more
@@ -210,11 +217,10 @@ class DiskSide:
             for some in batches((key for _, key in before.resident()), self.slice_blocks):
                 pool.evicted[TIER_OFF] += pool.held(some).count(0)
                 yield
-
-    def _found(self, block: RecoveredBlock) -> FoundBlock[BlockKey]:
-        if self.keeps_facts and block.group == 0:
-            self.facts.found(block.slot, block.engine_hash or block.key)
-        return FoundBlock(block.key, block.parent, block.slot, block.group in self.tail_groups)
+        for _ in recovery.rank():
+            yield
+            if pool is not self.pool:
+                return
 
     def _make_queues(self) -> None:
         self.onboarder = Onboarder(

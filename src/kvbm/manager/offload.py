@@ -15,10 +15,9 @@ from typing import Generic, NamedTuple, Protocol
 
 from kvbm.block import Outcome, SlotIndex, alike
 from kvbm.clock import Clock
-from kvbm.manager.block_index import KeyT_contra
+from kvbm.manager.block_index import KeyT, KeyT_contra
 from kvbm.manager.pool import SlotPool
 from kvbm.manager.queue_age import QueueAge
-from kvbm.manager.recovery_order import KeyT
 from kvbm.observe import moves_log
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmissionPolicy

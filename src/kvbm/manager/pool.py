@@ -6,22 +6,22 @@ call it after every step.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from kvbm.block import NO_SLOT, BlockState, SlotIndex, Tier, Transition
-from kvbm.manager.block_index import BlockIndex
+from kvbm.manager.block_index import BlockIndex, KeyT
 from kvbm.manager.favouring import Favouring
-from kvbm.manager.recovery_order import FoundBlock, KeyT, parents_first, runs_of
 from kvbm.policy import EvictionPolicy
 from kvbm.policy.contract import ClientWord, insert_tail, request_tail, tell_hint
-from kvbm.slices import SLICE_BLOCKS, at_once, batches, sliced
+from kvbm.slices import SLICE_BLOCKS, sliced
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from kvbm.manager.slot_table import SlotTable
     from kvbm.policy.shares import Slots
 
@@ -76,7 +76,7 @@ class SlotPool(BlockIndex[KeyT]):
         self._chained = chained
         self._free = self._table.free_slots()
         self.unindexed_count = 0
-        """Slots of blocks found after a restart that are not indexed yet."""
+        """Blocks found after a restart that cannot be found here yet. While there are some, nothing can be stored."""
         self.tails = bytearray(slot_count)  # whether a slot's block is one of a tail; others only read
 
     # ---- questions
@@ -110,7 +110,7 @@ class SlotPool(BlockIndex[KeyT]):
         return slots
 
     def used_slots(self) -> Slots:
-        """All slots whose blocks are in the index, those of cleared blocks too."""
+        """All slots whose blocks the policy knows, those of cleared blocks too."""
         return self._table.used()
 
     @property
@@ -168,6 +168,8 @@ class SlotPool(BlockIndex[KeyT]):
         `tail`: they are what other groups need behind `parent` (see `grouping`). `tenant` is whose they are, where that
         is known.
         """
+        if self.unindexed_count:
+            return []
         assert not self.holds_any(keys), "block is held already"
         if self.cleared_count:
             self._tidy_for(keys)
@@ -183,42 +185,36 @@ class SlotPool(BlockIndex[KeyT]):
         self._fill(slots, keys, parent_slot, now_s, tail)
         return list(cast(Sequence[SlotIndex], slots))
 
-    def recover(self, found: Sequence[FoundBlock[KeyT]], now_s: float) -> None:
-        """Fill an empty pool with blocks found after a restart, oldest first, keys distinct."""
-        at_once(self.recovering(found, now_s))
-
-    def recovering(
-        self, found: Iterable[FoundBlock[KeyT]], now_s: float, blocks_at_once: int = SLICE_BLOCKS
-    ) -> Generator[None, None, None]:
-        """`recover` in slices of so many blocks. A block can be found once its slice is done. Until all of them are
-        known no slot is free, and `holds` does not know them; afterwards it does."""
+    def expect_found(self, slots: np.ndarray) -> None:
+        """These slots of an empty pool hold blocks that were found after a restart: `add_found` brings them."""
         assert len(self._free) == self.slot_count, "only an empty pool recovers"
-        self._free, self.unindexed_count = array("i"), self.slot_count
-        self.favouring.recovers(True)
-        all_found, taken = list[FoundBlock[KeyT]](), bytearray(self.slot_count)
-        for some in batches(found, blocks_at_once):
-            all_found += some
-            self._waiting.update((entry.key, entry) for entry in some)
-            for entry in some:
-                taken[entry.slot] = 1
-            yield
-        self._free, self.unindexed_count = self._table.free_slots(taken), len(all_found)
-        self.favouring.recovers(bool(all_found))
-        done = 0
-        for run in runs_of(parents_first(all_found, self._waiting, taken), blocks_at_once):
-            for entry in run:
-                del self._waiting[entry.key]
-            slots = [entry.slot for entry in run]
-            recency_s = now_s - 1e-6 * self.unindexed_count
-            self.unindexed_count -= len(run)
-            self._fill(
-                slots, [entry.key for entry in run], self._slot_of(run[0].parent), recency_s, run[0].tail
-            )
-            self.commit_all(slots)
-            done += len(run)
-            if done >= blocks_at_once:
-                done = 0
-                yield
+        self._free, self.unindexed_count = self._table.free_slots(slots), len(slots)
+        self.favouring.recovers(bool(len(slots)))
+
+    def add_found(self, slots: np.ndarray, keys: Sequence[KeyT], tails: np.ndarray) -> None:
+        """These blocks can be found from now on; the policy learns of them by `rank_found`."""
+        for transition in (Transition.RESERVE, Transition.COMMIT):
+            self._table.move(slots, transition)
+        self._table.mark_unranked(slots)
+        self.unindexed_count -= len(slots)
+        places: list[int] = slots.tolist()
+        self._slots.update(zip(keys, places, strict=True))
+        for slot, key, tail in zip(places, keys, tails.tolist(), strict=True):
+            self._keys[slot], self.tails[slot] = key, tail
+        if self.on_committed is not None:
+            self.on_committed(places)
+
+    def is_unranked(self, slot: int) -> bool:
+        """Whether the slot holds a block that was found, and of which the policy has yet to learn."""
+        return self._table.is_unranked(slot) and self._state[slot] == BlockState.RESIDENT
+
+    def rank_found(self, slots: Sequence[int], parent: KeyT | None, now_s: float) -> None:
+        """Tell the policy of a stretch of a chain behind `parent`, all of it tails or none; each is unranked."""
+        parent_slot = self._slot_of(parent)
+        self.favouring.stores(None, NO_SLOT)
+        self._insert(slots, self._keys_of(slots), parent_slot, now_s, self.is_tail(slots[0]))
+        self._table.unmark_unranked(slots)
+        self.policy.evictable(slots)
 
     def commit(self, slot: int) -> None:
         """The slot's bytes are complete: the block can be found from now on."""
@@ -242,7 +238,7 @@ class SlotPool(BlockIndex[KeyT]):
 
     def evict(self, slot: int, reason: str = CAPACITY) -> None:
         """Drop a resident block without leases."""
-        self.policy.removed((slot,))
+        self.policy.removed(self._table.ranked((slot,)))
         self.evicted[reason] += 1
         self._empty((slot,), Transition.EVICT, reason)
 
@@ -260,7 +256,7 @@ class SlotPool(BlockIndex[KeyT]):
 
     def unlease_all(self, slots: Sequence[int]) -> None:
         """`unlease` for many slots at once."""
-        self.policy.evictable(self._table.unlease(slots))
+        self.policy.evictable(self._table.ranked(self._table.unlease(slots)))
 
     def requested(
         self,
@@ -274,14 +270,14 @@ class SlotPool(BlockIndex[KeyT]):
         its first blocks are resident, without those that were `brought` here for it."""
         self.favouring.asks(tenant, now_s)
         slots = self._found_before(keys, brought)
-        self.policy.requested(keys, slots, now_s)
+        self.policy.requested(keys, self._known_slots(slots), now_s)
         if word is not None and keys:
             tell_hint(self.policy, keys[-1], word, now_s)
         return slots.index(NO_SLOT) if NO_SLOT in slots else len(slots)
 
     def requested_tail(self, keys: list[KeyT], now_s: float, brought: Set[KeyT] = frozenset()) -> None:
         """The same request wants these blocks of other groups too, of which these were `brought` here for it."""
-        request_tail(self.policy, keys, self._found_before(keys, brought), now_s)
+        request_tail(self.policy, keys, self._known_slots(self._found_before(keys, brought)), now_s)
 
     def _found_before(self, keys: list[KeyT], brought: Set[KeyT]) -> list[int]:
         """The slots of these blocks, `NO_SLOT` for one that is not here or was brought."""
@@ -289,6 +285,22 @@ class SlotPool(BlockIndex[KeyT]):
         if brought:
             slots = [NO_SLOT if key in brought else slot for key, slot in zip(keys, slots, strict=True)]
         return slots
+
+    def _known_slots(self, slots: list[int]) -> list[int]:
+        """The same, `NO_SLOT` for a block that the policy does not know yet."""
+        if not self._table.unranked_count:
+            return slots
+        return [slot if slot >= 0 and not self._table.is_unranked(slot) else NO_SLOT for slot in slots]
+
+    def slots_of(self, keys: Iterable[KeyT]) -> list[int]:
+        """The slot that holds each of the blocks, resident or being filled; NO_SLOT for one that is not held, or that
+        the policy does not know yet."""
+        slots = [self._slots.get(key, NO_SLOT) for key in keys]
+        if self.cleared_count:
+            slots = [
+                slot if slot >= 0 and self._state[slot] != BlockState.FREE else NO_SLOT for slot in slots
+            ]
+        return self._known_slots(slots)
 
     def finished(self, key: KeyT, output_tokens: int, now_s: float) -> None:
         """The request whose chain ended with this key when it came has generated that many tokens, and no more."""
@@ -328,15 +340,14 @@ class SlotPool(BlockIndex[KeyT]):
             assert self._keys[slot] == key
             assert (self._state[slot] == BlockState.FREE) == self._table.is_cleared(slot)
         assert all(self._keys[slot] is None for slot in self._free)
-        self.favouring.check(len(self._slots))
+        self.favouring.check(len(self._slots) - self._table.unranked_count)
         self._table.check()
 
     def _slot_of(self, key: KeyT | None) -> int:
         """The slot of a parent that is held in any state; NO_SLOT when there is none, or it does not matter."""
         if key is None or not self._chained:
             return NO_SLOT
-        slot = self._slots.get(key, NO_SLOT)
-        return slot if slot != NO_SLOT and self._state[slot] != BlockState.FREE else NO_SLOT
+        return self.slots_of((key,))[0]
 
     def _tidy_for(self, keys: Sequence[KeyT]) -> None:
         """Forget those of these blocks that were cleared, as they come again, and as many more as give them slots."""
@@ -345,7 +356,7 @@ class SlotPool(BlockIndex[KeyT]):
         self._forget_cleared(self._table.last_cleared(max(0, len(keys) - len(self._free))))
 
     def _forget_cleared(self, slots: Sequence[int]) -> None:
-        self.policy.removed(slots)
+        self.policy.removed(self._table.ranked(slots))
         self._table.unmark(slots)
         self.cleared_count -= len(slots)
         self._forget(slots, RESET)
@@ -368,6 +379,12 @@ class SlotPool(BlockIndex[KeyT]):
         self._slots.update(zip(keys, slots, strict=True))
         for slot, key in zip(slots, keys, strict=True):
             self._keys[slot], self.tails[slot] = key, tail
+        self._insert(slots, keys, parent_slot, now_s, tail)
+
+    def _insert(
+        self, slots: Sequence[int], keys: Sequence[KeyT], parent_slot: int, now_s: float, tail: bool
+    ) -> None:
+        """Tell the policy of blocks of a chain."""
         if self._chained:
             if tail:
                 insert_tail(self.policy, keys, slots, parent_slot, now_s)
@@ -386,6 +403,7 @@ class SlotPool(BlockIndex[KeyT]):
 
     def _forget(self, slots: Sequence[int], reason: str) -> None:
         keys = self._keys_of(slots)
+        self._table.unmark_unranked(slots)
         deque(map(self._slots.__delitem__, keys), maxlen=0)  # without a step of Python for each
         for slot in slots:
             self._keys[slot] = None

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvbm.block import KEY_BYTES, BlockKey, Tier
 from kvbm.framing import FACTS_BYTES_MAX, TOKEN_BYTES
 from kvbm.manager.pool import SlotPool
 from kvbm.protocol import HELD
+
+if TYPE_CHECKING:
+    import numpy as np
 
 """A block of which the engine says more than so much is not announced."""
 
@@ -80,12 +83,18 @@ class SlotFacts:
         if fact is not None:
             self.note(slot, fact)
 
-    def found(self, slot: int, engine_hash: bytes) -> None:
-        """The slot holds this block since before a restart; the tier may know what was said of it."""
-        assert self._read is not None
-        if len(engine_hash) == KEY_BYTES:
-            self._note(slot, engine_hash)
-            self.committed((slot,))
+    def found(self, slots: np.ndarray, engine_hashes: np.ndarray) -> None:
+        """The slots hold these blocks since before a restart; the tier may know what was said of them. A row of
+        `KEY_BYTES` for each hash."""
+        import numpy as np  # takes long to load
+
+        assert self._read is not None and engine_hashes.shape == (len(slots), self._entry_bytes)
+        self._make_table()
+        np.frombuffer(self._table, np.uint8).reshape(self.slot_count, -1)[slots] = engine_hashes
+        np.frombuffer(self._state, np.uint8)[slots] = _HELD
+        for listener in self._listeners:
+            for slot in slots.tolist():
+                listener.committed(slot)
 
     def known(self, slot: int) -> bool:
         """Whether anything is said of the block in a slot."""
@@ -142,12 +151,15 @@ class SlotFacts:
         self._listeners.remove(listener)
 
     def _note(self, slot: int, entry: bytes) -> None:
-        if not self._state:
-            self._state = bytearray(self.slot_count)
-            self._table = bytearray(self.slot_count * self._entry_bytes)
+        self._make_table()
         start = slot * self._entry_bytes
         self._table[start : start + self._entry_bytes] = entry
         self._state[slot] = max(self._state[slot], _FILLING)
+
+    def _make_table(self) -> None:
+        if not self._state:
+            self._state = bytearray(self.slot_count)
+            self._table = bytearray(self.slot_count * self._entry_bytes)
 
 
 class TierListener:

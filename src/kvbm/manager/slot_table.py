@@ -18,13 +18,17 @@ _FEW = 12
 
 
 class SlotTable:
-    """One state and one number of leases a slot: five bytes, and a mark from the first `clear_idle` on. As a container
+    """One state and one number of leases a slot: five bytes, and a mark from the first `clear_idle` on, and
+    one more where blocks were found after a restart. As a container
     it has the leased slots."""
 
     def __init__(self, slot_count: int) -> None:
         self.state = bytearray(slot_count)
         self._counts = array("i", bytes(4 * slot_count))
         self._cleared = bytearray()
+        self._unranked = bytearray()
+        self.unranked_count = 0
+        """Slots with a block that was found after a restart and that the policy does not know yet."""
         # The same memory, for many slots at once.
         self._states_at = np.frombuffer(self.state, np.uint8)
         self._counts_at = np.frombuffer(self._counts, np.int32)
@@ -34,14 +38,11 @@ class SlotTable:
         """Whether the slot is leased."""
         return self._counts[slot] > 0  # type: ignore[call-overload,no-any-return]  # a slot is a number
 
-    def free_slots(self, taken: bytearray | None = None) -> array[int]:
-        """All slots, or those that are not marked in `taken`, the last one first."""
-        slots = (
-            np.arange(len(self.state), dtype=np.int32)
-            if taken is None
-            else np.flatnonzero(np.frombuffer(taken, np.uint8) == 0).astype(np.int32)
-        )
-        return array("i", slots[::-1].tobytes())
+    def free_slots(self, taken: Sequence[int] | np.ndarray = ()) -> array[int]:
+        """All slots but these, the last one first."""
+        free = np.ones(len(self.state), np.bool_)
+        free[np.asarray(taken, np.intp)] = False
+        return array("i", np.flatnonzero(free)[::-1].astype(np.int32).tobytes())
 
     def clear_idle(self) -> int:
         """Evict all resident slots without leases, and mark them; how many they are. Costs about 2 ns a slot."""
@@ -59,10 +60,12 @@ class SlotTable:
         return np.flatnonzero(self._states_at == int(state))
 
     def used(self) -> np.ndarray:
-        """All slots that are not free, or were cleared."""
+        """All slots that are not free, or were cleared, without unranked ones."""
         used = self._states_at != int(BlockState.FREE)
         if self._cleared:
             used |= self._cleared_at != 0
+        if self.unranked_count:
+            used &= np.frombuffer(self._unranked, np.uint8) == 0
         return np.flatnonzero(used)
 
     def is_cleared(self, slot: int) -> bool:
@@ -82,6 +85,30 @@ class SlotTable:
             assert self._cleared[slot], f"slot {slot} is not cleared"
             self._cleared[slot] = 0
 
+    def mark_unranked(self, slots: np.ndarray) -> None:
+        """The policy does not know the blocks in these slots yet."""
+        self._unranked = self._unranked or bytearray(len(self.state))
+        np.frombuffer(self._unranked, np.uint8)[slots] = 1
+        self.unranked_count += len(slots)
+
+    def is_unranked(self, slot: int) -> bool:
+        """Whether the policy does not know the block in this slot yet."""
+        return self.unranked_count > 0 and self._unranked[slot] > 0
+
+    def ranked(self, slots: Sequence[int]) -> Sequence[int]:
+        """Those of the slots that are not unranked."""
+        if not self.unranked_count:
+            return slots
+        unranked = self._unranked
+        return [slot for slot in slots if not unranked[slot]]
+
+    def unmark_unranked(self, slots: Sequence[int]) -> None:
+        """The policy knows the blocks in these slots, or they have gone."""
+        if self.unranked_count:
+            for slot in slots:
+                self.unranked_count -= self._unranked[slot]
+                self._unranked[slot] = 0
+
     def isdisjoint(self, slots: Sequence[int]) -> bool:
         """Whether none of the slots is leased."""
         if len(slots) <= _FEW:
@@ -96,7 +123,7 @@ class SlotTable:
         """How many slots are in this state."""
         return self.state.count(state)
 
-    def move(self, slots: Sequence[int], transition: Transition) -> None:
+    def move(self, slots: Sequence[int] | np.ndarray, transition: Transition) -> None:
         """Change the states. An AssertionError, with nothing changed, where one of the slots cannot."""
         before, after = TRANSITIONS[transition]
         state = self.state
@@ -159,9 +186,12 @@ class SlotTable:
         if self._cleared:
             cleared = self._states_at[self._cleared_at != 0]
             assert (cleared == int(BlockState.FREE)).all(), "a cleared slot is in use"
+        assert self._unranked.count(1) == self.unranked_count
 
 
-def _index(slots: Sequence[int]) -> np.ndarray:
+def _index(slots: Sequence[int] | np.ndarray) -> np.ndarray:
+    if isinstance(slots, np.ndarray):
+        return slots
     if isinstance(slots, range):
         return np.arange(slots.start, slots.stop, slots.step)
     return np.fromiter(slots, np.intp, len(slots))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 
 from kvbm.block import TRANSITIONS, BlockKey, BlockState, Tier, Transition
 from kvbm.hashing import chain_keys
 from kvbm.manager.pool import ABORTED, CAPACITY, RESET, PoolCounts, SlotPool
-from kvbm.manager.recovery_order import FoundBlock
+from kvbm.manager.recovery import FOUND_TO_RANKED, Recovery
 from kvbm.policy import LeafFirstLru
 from kvbm.slices import at_once
+from rigs.found_blocks import found_blocks, recover
 
 KEYS = chain_keys(bytes(32), range(200), 2)
 OTHER = chain_keys(bytes(32), range(1000, 1200), 2)
@@ -114,19 +116,19 @@ def test_making_room_takes_leaves_of_others_before_ones_own_prefix() -> None:
 
 def test_a_pool_recovers_what_it_is_told_in_order_of_age() -> None:
     found = [
-        FoundBlock(KEYS[2], KEYS[1], 5),
-        FoundBlock(KEYS[0], None, 3),
-        FoundBlock(KEYS[1], KEYS[0], 4),
-        FoundBlock(KEYS[20], None, 0),
+        (KEYS[2], KEYS[1], 5),
+        (KEYS[0], None, 3),
+        (KEYS[1], KEYS[0], 4),
+        (KEYS[20], None, 0),
     ]
     for seed in range(6):
         random.Random(seed).shuffle(found)
         pool, _ = make(6)
-        pool.recover(found, 100.0)
+        recover(pool, found, 100.0)
         pool.check()
         assert pool.counts().resident == 4
-        for each in found:
-            assert pool.find(each.key) == each.slot
+        for key, _, place in found:
+            assert pool.find(key) == place
         free = {pool.reserve(BlockKey(bytes([i]) * 32), None, 101.0) for i in (1, 2)}
         assert free == {1, 2}
         victims = []
@@ -139,50 +141,88 @@ def test_a_pool_recovers_what_it_is_told_in_order_of_age() -> None:
 
 def test_recovered_parents_may_be_missing_or_circular() -> None:
     pool, _ = make(3)
-    pool.recover(
-        [
-            FoundBlock(*each)
-            for each in ((KEYS[0], KEYS[1], 0), (KEYS[1], KEYS[0], 1), (KEYS[2], KEYS[99], 2))
-        ],
-        0.0,
-    )
+    recover(pool, ((KEYS[0], KEYS[1], 0), (KEYS[1], KEYS[0], 1), (KEYS[2], KEYS[99], 2)), 0.0)
     pool.check()
     for key in (KEYS[50], KEYS[51], KEYS[52]):
         assert pool.reserve(key, None, 1.0) is not None, "a block can never go"
 
 
-def test_a_pool_recovers_some_blocks_at_a_time_and_serves_meanwhile() -> None:
-    pool, emptied = make(12)
-    found = [FoundBlock(KEYS[i], KEYS[i - 1] if i else None, i) for i in range(8)]
-    recovering = pool.recovering(found, 100.0, 3)
-    for known in (3, 6, 8):
-        next(recovering)
+CHAIN = [(KEYS[i], KEYS[i - 1] if i else None, i) for i in range(2 * FOUND_TO_RANKED)]
+
+
+def half_ranked() -> tuple[SlotPool, Emptied, Iterator[None]]:
+    """A pool of two slots more than `CHAIN`, whose blocks are found, the policy knowing the first half of them; and the
+    steps by which it learns of the others."""
+    pool, emptied = make(len(CHAIN) + 2)
+    recovery = Recovery(pool, found_blocks(CHAIN), 100.0, blocks_at_once=FOUND_TO_RANKED // 2)
+    at_once(recovery.index())
+    ranking = recovery.rank()
+    next(ranking)
+    next(ranking)
+    assert [pool.is_unranked(slot) for slot in range(len(CHAIN))] == [False] * 8 + [True] * 8
+    pool.check()
+    return pool, emptied, ranking
+
+
+def test_found_blocks_can_be_found_some_at_a_time_the_newest_first() -> None:
+    pool, _ = make(len(CHAIN) + 2)
+    indexing = Recovery(pool, found_blocks(CHAIN), 100.0, blocks_at_once=1).index()
+    for known in (FOUND_TO_RANKED, 2 * FOUND_TO_RANKED):
+        next(indexing)
         pool.check()
-        assert pool.counts().free == 0, "which slots are free is not known yet"
-        assert pool.reserve_chain(OTHER[:1], None, 101.0) == []
+        found = [pool.find(key) for key, _, _ in CHAIN]
+        assert found == [None] * (len(CHAIN) - known) + [*range(len(CHAIN) - known, len(CHAIN))]
+        assert pool.counts() == PoolCounts(free=2, filling=0, resident=len(CHAIN), leased=0)
         assert not pool.all_in_use()
-        assert sum(pool.held(KEYS[:8])) == known
-    next(recovering)
+        if known < len(CHAIN):
+            assert pool.reserve_chain(KEYS[:1], None, 101.0) == [], "the block may lie in another slot"
+    assert next(indexing, None) is None
+    assert pool.held(KEYS[:17]) == b"\1" * 16 + b"\0", "blocks that are there are not stored again"
+
+
+def test_blocks_that_the_policy_does_not_know_yet_are_used_and_not_evicted() -> None:
+    pool, emptied, ranking = half_ranked()
+    pool.requested(KEYS[:16], 101.0)
+    pool.lease_all(range(16))
+    pool.unlease_all(range(16))
     pool.check()
-    assert pool.counts() == PoolCounts(free=4, filling=0, resident=8, leased=0)
-    assert [pool.find(key) is not None for key in KEYS[:8]] == [True] * 3 + [False] * 5
-    assert pool.held(KEYS[:9]) == b"\1" * 8 + b"\0", "nobody is to store them again"
-    assert (pool.holds(KEYS[7]), pool.holds_any(KEYS[7:9])) == (True, True)
-    pool.lease(0)
-    new = pool.reserve_chain(OTHER[:4], None, 102.0)
-    assert sorted(new) == [8, 9, 10, 11], "the slots of blocks that are not indexed yet are not given away"
+    new = pool.reserve_chain(OTHER[:6], None, 102.0)
+    assert sorted(new) == [4, 5, 6, 7, 16, 17], "of the half that the policy knows the end goes"
+    assert {slot for slot, _, _ in emptied} == {4, 5, 6, 7}
     pool.commit_all(new)
-    at_once(recovering)
+    at_once(ranking)
     pool.check()
-    assert pool.find_all(KEYS[:8]) == list(range(8))
-    assert emptied == []
+    assert pool.find_all(KEYS[8:16]) == list(range(8, 16))
+    pool.lease_all(new)
+    assert sorted(pool.reserve_chain(OTHER[20:32], None, 103.0)) == [*range(4), *range(8, 16)]
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_blocks_that_go_before_the_policy_knows_them_stay_away(cleared: bool) -> None:
+    pool, emptied, ranking = half_ranked()
+    if cleared:
+        assert pool.clear() == (16, 0)
+        next(ranking, None)
+        at_once(pool.tidying())
+    else:
+        pool.evict(12, RESET)
+    again = pool.reserve_chain([KEYS[12]], None, 101.0)
+    pool.commit_all(again)
+    pool.check()
+    at_once(ranking)
+    pool.check()
+    assert [key for _, key, _ in emptied].count(KEYS[12]) == 1
+    assert pool.find(KEYS[12]) == again[0]
+    assert pool.counts().resident == (1 if cleared else 16)
+    for i in range(18):
+        assert pool.reserve(OTHER[i], None, 102.0) is not None, "a block can never go"
 
 
 def test_a_pool_in_use_does_not_recover() -> None:
     pool, _ = make(2)
     put(pool, KEYS[0])
     with pytest.raises(AssertionError):
-        pool.recover([FoundBlock(KEYS[1], None, 0)], 0.0)
+        recover(pool, [(KEYS[1], None, 0)], 0.0)
 
 
 def test_clearing_counts_what_went_and_what_stays() -> None:

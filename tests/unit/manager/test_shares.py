@@ -13,11 +13,11 @@ from kvbm.cli.status import favour_lines
 from kvbm.client.admin import _AdminChannel
 from kvbm.hashing import chain_keys
 from kvbm.manager.pool import SlotPool
-from kvbm.manager.recovery_order import FoundBlock
 from kvbm.policy import LeafFirstLru
 from kvbm.policy.shares import ACTIVE_S, OTHERS, TENANTS_MAX, Shares
 from kvbm.protocol import PROTOCOL_VERSION, Commit, Hello, Release, Reserve, ReserveReply, Welcome
 from rigs.fake_tier import FakeTier
+from rigs.found_blocks import recover
 from rigs.manager import Client, ManagerBench
 from rigs.space import Bench
 
@@ -154,9 +154,7 @@ def test_stores_without_a_name_belong_to_whom_they_continue(make: Callable[..., 
 def test_after_a_restart_blocks_belong_to_who_asks_for_them() -> None:
     pool: SlotPool[BlockKey] = SlotPool(Tier.DISK, 16, LeafFirstLru(16), salt_share=0.5)
     keys = chain(1)
-    pool.recover(
-        [FoundBlock(key, keys[slot - 1] if slot else None, slot) for slot, key in enumerate(keys)], 0.0
-    )
+    recover(pool, [(key, keys[slot - 1] if slot else None, slot) for slot, key in enumerate(keys)], 0.0)
     assert pool.favouring.tenant_of(0) is None
     pool.requested(keys[:2], 1.0, tenant="one")
     assert [pool.favouring.tenant_of(slot) for slot in range(4)] == ["one", "one", None, None]
@@ -172,7 +170,7 @@ def test_a_pool_that_is_indexed_anew_keeps_who_was_active_and_what_is_retained()
         [keys[0], others[0]], [NO_SLOT, NO_SLOT], "two", until_s=50.0, priority=1, now_s=2.0
     )
     after: SlotPool[BlockKey] = SlotPool(Tier.DISK, 16, LeafFirstLru(16), salt_share=0.5)
-    after.recover([FoundBlock(keys[0], None, 0)], 3.0)
+    recover(after, [(keys[0], None, 0)], 3.0)
     after.favouring.take_over(before.favouring, 3.0)
     assert after.favouring.favours is not None
     assert after.favouring.retains(0, 49.0)

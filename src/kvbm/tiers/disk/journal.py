@@ -50,16 +50,16 @@ _CRC = struct.Struct("<I")
 _HELD = struct.Struct("<7sx8x32s32x16sQQ8s32sH98xI")
 """The same record with its crc, as a load needs it: magic, version and state are one field; flags, sequence and
 parent are left out."""
-_MAGIC = b"KVBR"
-_VERSION = 2
-_HAS_PARENT = 1
+MAGIC = b"KVBR"
+VERSION = 2
+HAS_PARENT = 1
 _VOID = bytes(RECORD_BYTES)
 _SCAN_BYTES = 1 << 20
 _NO_HASH = bytes(KEY_BYTES)
 CHECKSUM_BYTES = 16
 
 assert _RECORD.size + _CRC.size == _HELD.size == RECORD_BYTES
-_RESIDENT = struct.pack("<4sHB", _MAGIC, _VERSION, BlockState.RESIDENT)
+_RESIDENT = struct.pack("<4sHB", MAGIC, VERSION, BlockState.RESIDENT)
 
 
 class DamagedRecord(Exception):
@@ -119,10 +119,10 @@ def _pack(
     assert len(key) == KEY_BYTES and len(checksum) == CHECKSUM_BYTES
     assert len(engine_hash) in (0, KEY_BYTES) and 0 <= group <= GROUP_MAX
     body = _RECORD.pack(
-        _MAGIC,
-        _VERSION,
+        MAGIC,
+        VERSION,
         BlockState.RESIDENT,
-        0 if parent is None else _HAS_PARENT,
+        0 if parent is None else HAS_PARENT,
         sequence,
         key,
         parent or _NO_HASH,
@@ -149,12 +149,12 @@ def decode_record(raw: bytes, slot: SlotIndex, length: int, fingerprint: bytes) 
     magic, version, state, flags, sequence, key, parent, checksum, size, place, prefix = fields[:11]
     engine_hash, group = fields[11:]
     found = (magic, version, state, size, place, prefix)
-    if found != (_MAGIC, _VERSION, BlockState.RESIDENT, length, slot, fingerprint[:8]):
+    if found != (MAGIC, VERSION, BlockState.RESIDENT, length, slot, fingerprint[:8]):
         raise DamagedRecord(f"the record of slot {slot} belongs elsewhere")
     return BlockRecord(
         slot=slot,
         key=BlockKey(key),
-        parent=BlockKey(parent) if flags & _HAS_PARENT else None,
+        parent=BlockKey(parent) if flags & HAS_PARENT else None,
         checksum=checksum,
         length=size,
         sequence=sequence,
@@ -176,25 +176,25 @@ class Journal:
         self._syscalls = syscalls
         self.fd = fd
         self.unreadable_pages = 0
-        """Pages that the last `scan` could not read."""
-        self._slot_count = slot_count
-        self._block_bytes = block_bytes
-        self._fingerprint = fingerprint
+        """Pages that the last call of `parts` could not read."""
+        self.slot_count = slot_count
+        self.block_bytes = block_bytes
+        self.fingerprint = fingerprint
 
     def read(self, slot: SlotIndex) -> BlockRecord | None:
         """The slot's record, None when void. Raises DamagedRecord, OSError."""
-        return decode_record(self.read_raw(slot, 1), slot, self._block_bytes, self._fingerprint)
+        return decode_record(self.read_raw(slot, 1), slot, self.block_bytes, self.fingerprint)
 
     def read_raw(self, slot: int, count: int) -> bytes:
         """The records of `count` slots from `slot` on, as they are in the file. Raises OSError."""
-        assert 0 <= slot and slot + count <= self._slot_count
+        assert 0 <= slot and slot + count <= self.slot_count
         raw = bytearray(count * RECORD_BYTES)
         read_fully(self._syscalls, self.fd, [memoryview(raw)], slot * RECORD_BYTES, RECORD_BYTES)
         return bytes(raw)
 
     def held(self, raw: bytes, slot: int) -> list[HeldBlock | None]:
         """The blocks of `read_raw(slot, ...)`: of each record that is neither void nor damaged, what a load needs."""
-        length, prefix = self._block_bytes, self._fingerprint[:8]
+        length, prefix = self.block_bytes, self.fingerprint[:8]
         found: list[HeldBlock | None] = []
         start = 0
         # One step of Python for each of many small blocks: no objects but the result.
@@ -216,13 +216,13 @@ class Journal:
 
     def write(self, record: BlockRecord) -> None:
         """Replace the slot's record. Raises OSError."""
-        self._put(record.slot, encode_record(record, self._fingerprint))
+        self._put(record.slot, encode_record(record, self.fingerprint))
 
     def write_run(
         self, slot: int, blocks: Sequence[BlockHead], checksums: Sequence[bytes], sequence: int
     ) -> None:
         """Replace the records of consecutive slots in one write; `sequence` is the first one's. Raises OSError."""
-        length, fingerprint = self._block_bytes, self._fingerprint
+        length, fingerprint = self.block_bytes, self.fingerprint
         records = [
             _pack(slot + i, block, checksums[i], length, sequence + i, fingerprint)
             for i, block in enumerate(blocks)
@@ -233,35 +233,24 @@ class Journal:
         """These slots hold nothing from now on; one write. Raises OSError."""
         self._put(slot, _VOID * count)
 
-    def scan(self) -> Iterator[BlockRecord | SlotIndex]:
-        """Every resident slot's record and, of every record that is damaged or on a page that cannot be read, the slot;
-        one sequential read. Raises OSError, also where more than one page and most of them cannot be read: that is no
-        page that has worn out, and the records may come back."""
+    def parts(self) -> Iterator[tuple[int, int, bytearray | None]]:
+        """The whole table in parts: the first slot of each, how many slots, and their records, or None for a page that
+        cannot be read; one sequential read. Parts that hold nothing are left out. Raises OSError, also where more than
+        one page and most of them cannot be read: that is no page that has worn out, and the records may come back."""
         self.unreadable_pages = 0
         for start, chunk in self._chunks():
+            first = start // RECORD_BYTES
             if chunk is None:
                 self.unreadable_pages += 1
-                if self.unreadable_pages > max(1, self._slot_count * RECORD_BYTES // PAGE_BYTES // 2):
+                if self.unreadable_pages > max(1, self.slot_count * RECORD_BYTES // PAGE_BYTES // 2):
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
-                end = min(start + PAGE_BYTES, self._slot_count * RECORD_BYTES)
-                yield from map(SlotIndex, range(start // RECORD_BYTES, end // RECORD_BYTES))
-                continue
-            if chunk.count(0) == len(chunk):
-                continue
-            for offset in range(0, len(chunk), RECORD_BYTES):
-                slot = SlotIndex((start + offset) // RECORD_BYTES)
-                raw = bytes(chunk[offset : offset + RECORD_BYTES])
-                try:
-                    record = decode_record(raw, slot, self._block_bytes, self._fingerprint)
-                except DamagedRecord:
-                    yield slot
-                else:
-                    if record is not None:
-                        yield record
+                yield first, min(PAGE_BYTES // RECORD_BYTES, self.slot_count - first), None
+            elif chunk.count(0) < len(chunk):
+                yield first, len(chunk) // RECORD_BYTES, chunk
 
     def move(self, fd: int) -> None:
         """Copy all that can be read into this empty file, which is the journal from now on. Raises OSError."""
-        reserve(self._syscalls, fd, round_up(self._slot_count * RECORD_BYTES, PAGE_BYTES))
+        reserve(self._syscalls, fd, round_up(self.slot_count * RECORD_BYTES, PAGE_BYTES))
         for start, chunk in self._chunks():
             if chunk is not None and chunk.count(0) < len(chunk):
                 write_fully(self._syscalls, fd, [memoryview(chunk)], start, RECORD_BYTES)
@@ -270,7 +259,7 @@ class Journal:
     def _chunks(self) -> Iterator[tuple[int, bytearray | None]]:
         """The table in parts: the first byte and the bytes of each, None for a page that cannot be read. Raises
         OSError."""
-        table_bytes = self._slot_count * RECORD_BYTES
+        table_bytes = self.slot_count * RECORD_BYTES
         for start in range(0, table_bytes, _SCAN_BYTES):
             chunk = bytearray(min(_SCAN_BYTES, table_bytes - start))
             if self._reads(start, chunk):
@@ -291,7 +280,7 @@ class Journal:
         return True
 
     def _put(self, slot: int, raw: bytes) -> None:
-        assert 0 <= slot and slot * RECORD_BYTES + len(raw) <= self._slot_count * RECORD_BYTES
+        assert 0 <= slot and slot * RECORD_BYTES + len(raw) <= self.slot_count * RECORD_BYTES
         write_fully(self._syscalls, self.fd, [memoryview(raw)], slot * RECORD_BYTES, RECORD_BYTES)
 
 

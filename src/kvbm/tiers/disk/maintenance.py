@@ -8,16 +8,14 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-
-import msgspec
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvbm.block import SlotIndex
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, TierError
 from kvbm.strict import record_swallowed
-from kvbm.tiers.contract import RecoveredBlock
 from kvbm.tiers.disk.block_io import BlockIo
 from kvbm.tiers.disk.control import ControlThread
 from kvbm.tiers.disk.medium import DiskMedium, DiskOptions
@@ -25,6 +23,9 @@ from kvbm.tiers.disk.opening import open_medium
 from kvbm.tiers.disk.reset_marks import ResetMarks
 from kvbm.tiers.disk.syscalls import Syscalls
 from kvbm.tiers.disk.voids import Voids
+
+if TYPE_CHECKING:
+    from kvbm.tiers.recovered import RecoveredBlocks
 
 log = logging.getLogger("kvbm.tiers.disk.tier")
 
@@ -55,17 +56,12 @@ class Fault:
         log.error("%s", self.text, exc_info=unexpected)
 
 
-class Opening(msgspec.Struct, frozen=True):
-    """How an attempt to open the medium ended: what it holds, or why it cannot be opened. `forgotten` has a byte a
-    slot: 1 for those that the owner has forgotten since."""
+class Opening(NamedTuple):
+    """How an attempt to open the medium ended: what it holds, without what the owner has forgotten since, or the error
+    that kept it from that."""
 
-    recovered: list[RecoveredBlock]
+    recovered: RecoveredBlocks | None
     error: KvbmError | None = None
-    forgotten: bytes = b""
-
-    def __iter__(self) -> Iterator[RecoveredBlock]:
-        """What it holds still, the oldest first."""
-        return (block for block in self.recovered if not self.forgotten[block.slot])
 
 
 class Maintenance:
@@ -138,22 +134,23 @@ class Maintenance:
         opening, self._opening = self._opening, None
         if opening is not None:
             self.is_opening = False
-            opening = msgspec.structs.replace(opening, forgotten=bytes(self._forgotten))
+            if opening.recovered is not None:
+                opening = Opening(opening.recovered.without(self._forgotten))
         return opening
 
     def _open(self) -> None:
         try:
             opening = Opening(self._open_anew())
         except KvbmError as error:
-            opening = Opening([], error)
+            opening = Opening(None, error)
         except Exception as error:
             record_swallowed(error)
             log.debug("disk tier: opening failed", exc_info=error)
-            opening = Opening([], TierError(f"disk tier: opening failed: {reason_of(error)}"))
+            opening = Opening(None, TierError(f"disk tier: opening failed: {reason_of(error)}"))
         self._opening = opening
         self._wake()
 
-    def _open_anew(self) -> list[RecoveredBlock]:
+    def _open_anew(self) -> RecoveredBlocks:
         """Raises SettingsError, TierError."""
         options, before, sync_wanted = self._options, self.medium, self._sync_wanted
         if before is not None:
@@ -164,10 +161,10 @@ class Maintenance:
         if medium.path != self._home:
             self._voids.clear()  # they were of another directory
         try:
-            recovered, forgotten = medium.recover(), set[int]()
+            recovered, forgotten = medium.recover(), bytearray(self._slot_count)
             while (stretch := self._voids.take()) is not None:
                 self._void(medium, stretch)
-                forgotten.update(stretch)
+                forgotten[stretch.start : stretch.stop] = b"\1" * len(stretch)
             if sync_wanted > self._synced:
                 medium.sync()
                 self._synced = sync_wanted
@@ -176,7 +173,7 @@ class Maintenance:
             text = f"disk tier: cannot read the journal in {medium.path}: {reason_of(error)}"
             raise TierError(text) from error
         self.medium, self._home, self._recorded_mark = medium, medium.path, mark
-        return [block for block in recovered if block.slot not in forgotten]
+        return recovered.without(forgotten)
 
     def _go_on(self) -> None:
         """Between the steps of a long opening. Raises TierError."""

@@ -13,15 +13,14 @@ import errno
 import logging
 import os
 from collections.abc import Sequence
-from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from kvbm.block import BlockKey, Outcome, SlotIndex
 from kvbm.layout import PAGE_BYTES, BlockLayout, Namespace
-from kvbm.tiers.contract import BlockEnd, BlockHead, RecoveredBlock
+from kvbm.tiers.contract import BlockEnd, BlockHead
 from kvbm.tiers.disk.block_io import BlockIo, BufferStillInUse, RunBuffers
 from kvbm.tiers.disk.directory import JOURNAL_NAME, NEW_SUFFIX, ClaimedDirectory
 from kvbm.tiers.disk.facts_file import FactsFile
@@ -30,6 +29,10 @@ from kvbm.tiers.disk.journal import Journal, is_void
 from kvbm.tiers.disk.room import NoRoom, Room
 from kvbm.tiers.disk.slabs import SlabFiles
 from kvbm.tiers.disk.syscalls import Syscalls
+from kvbm.tiers.disk.voids import stretches_of
+
+if TYPE_CHECKING:
+    from kvbm.tiers.recovered import RecoveredBlocks
 
 log = logging.getLogger("kvbm.tiers.disk.tier")
 
@@ -257,36 +260,26 @@ class DiskMedium:
         with contextlib.suppress(OSError):  # the slot is voided when it fails again
             self._journal.void(slot, count)
 
-    def recover(self) -> list[RecoveredBlock]:
+    def recover(self) -> RecoveredBlocks:
         """The blocks that the journal holds, the oldest first; of two with one key the newer. Voids all other records.
 
         Where pages of the journal cannot be read, their records are lost, and the others move to a new file. Raises
         OSError.
         """
-        newest: dict[BlockKey, RecoveredBlock] = {}
-        rejected: list[SlotIndex] = []
-        damaged_count = 0
-        for entry in self._journal.scan():
-            if isinstance(entry, int):
-                damaged_count += 1
-                rejected.append(entry)
-                continue
-            self._slabs.note_bytes(entry.slot)
-            found = RecoveredBlock(
-                key=entry.key,
-                slot=entry.slot,
-                sequence=entry.sequence,
-                parent=entry.parent,
-                engine_hash=entry.engine_hash,
-                group=entry.group,
-            )
-            rival = newest.get(entry.key)
-            if rival is None or rival.sequence < found.sequence:
-                newest[entry.key] = found
-                if rival is not None:
-                    rejected.append(rival.slot)
-            else:
-                rejected.append(found.slot)
+        import numpy as np  # takes long to load, as what needs it does
+
+        from kvbm.tiers.disk.journal_scan import scan_journal
+        from kvbm.tiers.recovered import RECOVERED, recovered_rows
+
+        rows, count = np.empty(self._journal.slot_count, RECOVERED), 0
+        damaged = list[int]()
+        for whole, broken in scan_journal(self._journal):
+            rows[count : count + len(whole)] = whole
+            count += len(whole)
+            damaged += broken.tolist()
+        rows = rows[:count]
+        self._slabs.note_found(rows["slot"])
+        found, outdated = recovered_rows(rows)
         if pages := self._journal.unreadable_pages:
             self._move_journal()
             log.warning(
@@ -296,11 +289,11 @@ class DiskMedium:
                 self.path,
                 pages * PAGE_BYTES // RECORD_BYTES,
             )
-        for slot in rejected:
-            self._journal.void(slot)
-        if damaged_count:
-            log.warning("disk tier: dropped %d damaged journal record(s) in %s", damaged_count, self.path)
-        return sorted(newest.values(), key=attrgetter("sequence"))
+        for stretch in stretches_of([*damaged, *outdated.tolist()]):
+            self._journal.void(stretch.start, len(stretch))
+        if damaged:
+            log.warning("disk tier: dropped %d damaged journal record(s) in %s", len(damaged), self.path)
+        return found
 
     def _move_journal(self) -> None:
         """Put a copy in the journal's place, on other pages of the medium. Raises OSError."""

@@ -8,12 +8,16 @@ import logging
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from kvbm.block import SlotIndex
 from kvbm.layout import PAGE_BYTES
 from kvbm.tiers.disk.block_io import BlockIo, Buffer
 from kvbm.tiers.disk.geometry import DiskGeometry
 from kvbm.tiers.disk.syscalls import Syscalls, write_fully
+
+if TYPE_CHECKING:
+    import numpy as np
 
 log = logging.getLogger("kvbm.tiers.disk.tier")
 
@@ -96,9 +100,16 @@ class SlabFiles:
         return self._written.count(0, slot, slot + count) if self.sparse else 0
 
     def note_bytes(self, slot: SlotIndex, count: int = 1) -> None:
-        """The slots were written, now or by an earlier owner."""
+        """The slots were written."""
         if self.sparse:
             self._written[slot : slot + count] = b"\1" * count
+
+    def note_found(self, slots: np.ndarray) -> None:
+        """The slots were written by an earlier owner."""
+        import numpy as np  # takes long to load
+
+        if self.sparse:
+            np.frombuffer(self._written, np.uint8)[slots] = 1
 
     def vanished(self) -> str:
         """Empty, or one phrase saying which file was removed or cut short. Raises OSError."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvbm.block import SlotIndex
 from kvbm.layout import PAGE_BYTES
 from kvbm.tiers.disk.block_io import Checksum, host_checksum
 from kvbm.tiers.disk.directory import DIRECTORY_PREFIX, JOURNAL_NAME, is_locked, list_directories, owner_pid
@@ -66,6 +67,8 @@ def directories_at(path: Path) -> list[Path]:
 
 def survey_directory(path: Path) -> DirectorySurvey:
     """Look at one directory. Raises OSError when it cannot be read at all."""
+    from kvbm.tiers.disk.journal_scan import scan_journal  # needs numpy
+
     meta = _read_present_meta(path)
     locked = is_locked(path)
     medium_bytes = path.stat().st_blocks * 512
@@ -75,10 +78,9 @@ def survey_directory(path: Path) -> DirectorySurvey:
     groups: set[int] = set()
     if meta is not None and (path / JOURNAL_NAME).exists():
         with _OpenDirectory(path, meta) as files:
-            for record in files.journal.scan():
-                if isinstance(record, BlockRecord):
-                    used += 1
-                    groups.add(record.group)
+            for whole, _ in scan_journal(files.journal):
+                used += len(whole)
+                groups.update(whole["group"].tolist())
     return DirectorySurvey(
         path=str(path),
         namespace=path.name.removeprefix(DIRECTORY_PREFIX).rpartition("-")[0],
@@ -102,6 +104,8 @@ def verify_directory(
 
     Raises OSError when the journal or the directory cannot be read.
     """
+    from kvbm.tiers.disk.journal_scan import scan_journal  # needs numpy
+
     meta = _read_present_meta(path)
     checksum = host_checksum(meta.namespace) if meta is not None else None
     if meta is None or checksum is None:
@@ -116,24 +120,29 @@ def verify_directory(
             corrupt_slots=[],
         )
     corrupt_slots: list[int] = []
-    verified = changed = done = 0
+    verified = changed = 0
     with _OpenDirectory(path, meta) as files:
-        entries = list(files.journal.scan())
+        slots = list[int]()
+        for whole, damaged in scan_journal(files.journal):
+            slots += whole["slot"].tolist()
+            corrupt_slots += damaged.tolist()
+        total = len(slots) + len(corrupt_slots)
         buffer = memoryview(mmap.mmap(-1, meta.block_bytes))
-        for done, entry in enumerate(entries, start=1):
-            if not isinstance(entry, BlockRecord):
-                corrupt_slots.append(entry)
-            elif files.holds(entry, buffer, checksum):
+        for done, slot in enumerate(slots, start=total - len(slots) + 1):
+            record = files.record(slot)
+            if record is None:
+                changed += 1
+            elif files.holds(record, buffer, checksum):
                 verified += 1
-            elif files.still_says(entry):
-                corrupt_slots.append(entry.slot)
+            elif files.record(slot) == record:
+                corrupt_slots.append(slot)
             else:
                 changed += 1
-            on_block(done, len(entries))
+            on_block(done, total)
     return VerifyReport(
         path=str(path),
         readable=True,
-        resident=len(entries),
+        resident=total,
         verified=verified,
         corrupt=len(corrupt_slots),
         changed=changed,
@@ -185,12 +194,12 @@ class _OpenDirectory:
             return False
         return checksum(self._fingerprint, record.key, [buffer]) == record.checksum
 
-    def still_says(self, record: BlockRecord) -> bool:
-        """True when the journal has not changed its mind since: the bytes are wrong, not merely new."""
+    def record(self, slot: int) -> BlockRecord | None:
+        """What the journal says now of a slot; None where that is nothing, or not whole."""
         try:
-            return self.journal.read(record.slot) == record
+            return self.journal.read(SlotIndex(slot))
         except DamagedRecord:
-            return False
+            return None
 
     def _slab(self, slab: int) -> int:
         if slab not in self._slab_fds:

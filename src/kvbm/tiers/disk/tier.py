@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Outcome, SlotIndex
 from kvbm.clock import Clock, monotonic
@@ -28,12 +29,15 @@ from kvbm.tiers.disk.block_io import (
 )
 from kvbm.tiers.disk.completions import abandoned, completions_of, memory_of
 from kvbm.tiers.disk.geometry import AS_PARAMETERS, DiskSetting
-from kvbm.tiers.disk.maintenance import Fault, Maintenance, Opening
+from kvbm.tiers.disk.maintenance import Fault, Maintenance
 from kvbm.tiers.disk.medium import DiskMedium, DiskOptions
 from kvbm.tiers.disk.opening import plan
 from kvbm.tiers.disk.room import NoRoom
 from kvbm.tiers.disk.syscalls import VECTOR_BUFFERS_MAX, Syscalls
 from kvbm.tiers.disk.threads import IO_THREADS, IoThreads, Job, LoadJob, StoreJob
+
+if TYPE_CHECKING:
+    from kvbm.tiers.recovered import RecoveredBlocks
 
 log = logging.getLogger("kvbm.tiers.disk.tier")
 
@@ -151,7 +155,7 @@ class DiskTier:
         """Why the last attempt to open the medium failed."""
         self._sequence = 0
         self._was_open = self._closed = False
-        self._recovered: Iterable[RecoveredBlock] = ()
+        self._recovered: RecoveredBlocks | None = None
         self._watched_s = clock()
         self._no_room_logged = False
         self._threads = IoThreads(
@@ -195,8 +199,8 @@ class DiskTier:
         return max(self._threads.busy_s, self._upkeep.busy_s)
 
     def recovered(self) -> Iterable[RecoveredBlock]:
-        found, self._recovered = self._recovered, ()
-        return found
+        found, self._recovered = self._recovered, None
+        return () if found is None else found
 
     def facts(self, slot: SlotIndex, keys: Sequence[BlockKey]) -> list[bytes]:
         """What was said of the blocks with these keys in the slots from `slot` on; empty where nothing is known. It
@@ -278,10 +282,10 @@ class DiskTier:
         if opening is None:
             return Outcome.PENDING
         self.opening_error = opening.error
-        if opening.error is not None:
+        if opening.recovered is None:
             self._fault.text = str(opening.error)
             return Outcome.RETRY
-        self._take_into_use(opening)
+        self._take_into_use(opening.recovered)
         return Outcome.HIT
 
     def drain(self, deadline_s: float) -> bool:
@@ -313,12 +317,11 @@ class DiskTier:
             self._upkeep.close_medium(remove)
         self._io.close()
 
-    def _take_into_use(self, opening: Opening) -> None:
-        found = opening.recovered  # the last one is the newest
+    def _take_into_use(self, recovered: RecoveredBlocks) -> None:
         if self._was_open:
-            log.warning("disk tier is back in %s with %d block(s)", self.path, len(found))
-        self._was_open, self._recovered = True, opening
-        self._sequence = max([self._sequence, *(block.sequence for block in found[-1:])])
+            log.warning("disk tier is back in %s with %d block(s)", self.path, len(recovered))
+        self._was_open, self._recovered = True, recovered
+        self._sequence = max(self._sequence, recovered.last_sequence())
         self._watched_s = self._clock()
         self._no_room_logged = False
         self._fault.text = ""

@@ -7,9 +7,23 @@ block that was stored in the same slot since: a store calls `overtake` first, an
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Iterator
 
 STRETCH_SLOTS_MAX = 4096
 """The slots that one write voids: 1 MiB of the journal."""
+
+
+def stretches_of(slots: Iterable[int]) -> Iterator[range]:
+    """These slots, each once, as stretches of neighbours that one write voids."""
+    stretch = range(0)
+    for slot in sorted(set(slots)):
+        if slot != stretch.stop or len(stretch) == STRETCH_SLOTS_MAX:
+            if stretch:
+                yield stretch
+            stretch = range(slot, slot)
+        stretch = range(stretch.start, slot + 1)
+    if stretch:
+        yield stretch
 
 
 class Voids:
