@@ -28,16 +28,17 @@ _HASH = np.dtype((np.void, KEY_BYTES))
 
 
 class RecoveredBlocks:
-    """Blocks as `RunTier.recovered` gives them: the oldest first, keys and slots distinct."""
+    """Blocks as `RunTier.recovered` gives them: the oldest first, keys and slots distinct. They are the `rows` at these
+    places, in this order."""
 
-    def __init__(self, rows: np.ndarray) -> None:
-        self._keys = np.ascontiguousarray(rows["key"])
-        self._parents = np.ascontiguousarray(rows["parent"])
-        self._engine_hashes = np.ascontiguousarray(rows["engine_hash"])
-        self.sequences = np.ascontiguousarray(rows["sequence"])
-        self.slots = np.ascontiguousarray(rows["slot"])
-        self.groups = np.ascontiguousarray(rows["group"])
-        self.has_parent = np.ascontiguousarray(rows["has_parent"])
+    def __init__(self, rows: np.ndarray, places: np.ndarray) -> None:
+        self._keys = rows["key"][places]
+        self._parents = rows["parent"][places]
+        self._engine_hashes = rows["engine_hash"][places]
+        self.sequences = rows["sequence"][places]
+        self.slots = rows["slot"][places]
+        self.groups = rows["group"][places]
+        self.has_parent = rows["has_parent"][places]
         self.follows = self.has_parent.copy()
         """Whether the parent of each is the block before it in this order."""
         self.follows[:1] = False
@@ -60,7 +61,7 @@ class RecoveredBlocks:
         rows["slot"] = [block.slot for block in found]
         rows["group"] = [block.group for block in found]
         rows["has_parent"] = [block.parent is not None for block in found]
-        return cls(rows)
+        return cls(rows, np.arange(len(rows)))
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -100,13 +101,12 @@ class RecoveredBlocks:
         """The same blocks but those in these slots."""
         if not slots:
             return self
+        rows = np.empty(len(self), RECOVERED)
+        rows["key"], rows["parent"], rows["engine_hash"] = self._keys, self._parents, self._engine_hashes
+        rows["sequence"], rows["slot"], rows["group"] = self.sequences, self.slots, self.groups
+        rows["has_parent"] = self.has_parent
         kept = np.isin(self.slots, np.fromiter(slots, np.int64, len(slots)), invert=True)
-        rows = np.empty(int(np.count_nonzero(kept)), RECOVERED)
-        rows["key"], rows["parent"] = self._keys[kept], self._parents[kept]
-        rows["engine_hash"], rows["sequence"] = self._engine_hashes[kept], self.sequences[kept]
-        rows["slot"], rows["group"] = self.slots[kept], self.groups[kept]
-        rows["has_parent"] = self.has_parent[kept]
-        return RecoveredBlocks(rows)
+        return RecoveredBlocks(rows, np.flatnonzero(kept))
 
 
 def recovered_rows(rows: np.ndarray) -> tuple[RecoveredBlocks, np.ndarray]:
@@ -114,14 +114,15 @@ def recovered_rows(rows: np.ndarray) -> tuple[RecoveredBlocks, np.ndarray]:
     one key the newer counts."""
     counts = np.ones(len(rows), np.bool_)
     counts[_outdated(rows)] = False
-    kept = rows[counts]
-    return RecoveredBlocks(kept[np.argsort(kept["sequence"], kind="stable")]), rows["slot"][~counts]
+    places = np.flatnonzero(counts)
+    by_age = np.argsort(rows["sequence"][places], kind="stable")  # mostly they are in this order already
+    return RecoveredBlocks(rows, places[by_age]), rows["slot"][~counts]
 
 
 def _outdated(rows: np.ndarray) -> list[int]:
     """The places of rows whose key another row has, with a higher sequence or, with the same one, a lower slot."""
     starts = np.ascontiguousarray(rows["key"][:, 0])
-    order = np.argsort(starts, kind="stable")
+    order = np.argsort(starts)
     alike = np.flatnonzero(starts[order[1:]] == starts[order[:-1]])
     # Keys are hashes, so few rows have a rival: the others cost no step of Python.
     places = np.unique(np.concatenate((order[alike], order[alike + 1]))).tolist()

@@ -235,8 +235,8 @@ class Journal:
 
     def parts(self) -> Iterator[tuple[int, int, bytearray | None]]:
         """The whole table in parts: the first slot of each, how many slots, and their records, or None for a page that
-        cannot be read; one sequential read. Parts that hold nothing are left out. Raises OSError, also where more than
-        one page and most of them cannot be read: that is no page that has worn out, and the records may come back."""
+        cannot be read; one sequential read. Raises OSError, also where more than one page and most of them cannot
+        be read: that is no page that has worn out, and the records may come back."""
         self.unreadable_pages = 0
         for start, chunk in self._chunks():
             first = start // RECORD_BYTES
@@ -245,7 +245,7 @@ class Journal:
                 if self.unreadable_pages > max(1, self.slot_count * RECORD_BYTES // PAGE_BYTES // 2):
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
                 yield first, min(PAGE_BYTES // RECORD_BYTES, self.slot_count - first), None
-            elif chunk.count(0) < len(chunk):
+            else:
                 yield first, len(chunk) // RECORD_BYTES, chunk
 
     def move(self, fd: int) -> None:

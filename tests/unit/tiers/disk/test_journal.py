@@ -144,8 +144,9 @@ def test_a_damaged_record_is_reported_by_its_slot(journal: Journal, tmp_path: Pa
     with (tmp_path / "journal").open("r+b") as file:
         file.seek(5 * RECORD_BYTES + 20)
         file.write(b"?")
-    (part,) = scan_journal(journal)
+    part, *rest = scan_journal(journal)
     assert (part.damaged.tolist(), part.whole["slot"].tolist()) == ([5], [6])
+    assert not any(len(other.damaged) or len(other.whole) for other in rest)
     with pytest.raises(DamagedRecord):
         journal.read(SlotIndex(5))
 
