@@ -142,6 +142,14 @@ def test_what_is_recovered_is_what_each_record_says(table: bytes, lost: list[int
     assert found.last_sequence() == max(sequences, default=0)
 
 
+@pytest.mark.parametrize(("sequences", "kept"), [([4, 4, 3], 0), ([4, 5, 5], 1), ([1, 2, 9], 2)])
+def test_of_two_with_one_key_the_newer_counts_or_else_the_first(sequences: list[int], kept: int) -> None:
+    rows = np.zeros(3, RECOVERED)
+    rows["sequence"], rows["slot"] = sequences, range(3)
+    found, outdated = recovered_rows(rows)
+    assert (found.slots.tolist(), len(outdated)) == ([kept], 2)
+
+
 @given(
     blocks=st.lists(records, max_size=12, unique_by=lambda record: record.key),
     gone=st.sets(st.integers(0, 11)),
