@@ -197,7 +197,7 @@ def list_formats() -> Iterator[str]:
     yield from (f"event medium of {Tier(tier).name}: {name}" for tier, name in tier_form.MEDIUMS.items())
     yield f"format disk directory: {directory.DIRECTORY_PREFIX}*, version {directory.FORMAT_VERSION}"
     yield f"format disk meta.json: {', '.join(directory.DirectoryMeta.__struct_fields__)}"
-    yield _describe_bytes("disk journal record", journal._MAGIC, journal._VERSION, journal._RECORD.format)
+    yield _describe_bytes("disk journal record", journal.MAGIC, journal.VERSION, journal._RECORD.format)
     yield _describe_bytes("remote record", records._MAGIC, records._VERSION, records._HEADER.format)
     yield _describe_bytes("remote pack trailer", packs._MAGIC, packs._VERSION, packs._TRAILER.format)
     yield f"format remote pack name: {packs.pack_name(bytes(32), [])}"
