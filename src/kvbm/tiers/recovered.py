@@ -5,7 +5,7 @@ Needs numpy, which takes too long to load to be imported before there is a tier.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -97,16 +97,17 @@ class RecoveredBlocks:
         """The highest sequence; 0 without blocks."""
         return int(self.sequences.max(initial=0))
 
-    def without(self, slots: Sequence[int]) -> RecoveredBlocks:
-        """The same blocks but those in these slots."""
-        if not slots:
+    def without(self, gone: bytearray) -> RecoveredBlocks:
+        """The same blocks but those in slots that are marked in `gone`, which has a byte for each slot."""
+        if gone.find(1) < 0:
             return self
-        rows = np.empty(len(self), RECOVERED)
-        rows["key"], rows["parent"], rows["engine_hash"] = self._keys, self._parents, self._engine_hashes
-        rows["sequence"], rows["slot"], rows["group"] = self.sequences, self.slots, self.groups
-        rows["has_parent"] = self.has_parent
-        kept = np.isin(self.slots, np.fromiter(slots, np.int64, len(slots)), invert=True)
-        return RecoveredBlocks(rows, np.flatnonzero(kept))
+        kept = np.flatnonzero(np.frombuffer(gone, np.uint8)[self.slots] == 0)
+        rows = np.empty(len(kept), RECOVERED)
+        rows["key"], rows["parent"] = self._keys[kept], self._parents[kept]
+        rows["engine_hash"], rows["sequence"] = self._engine_hashes[kept], self.sequences[kept]
+        rows["slot"], rows["group"] = self.slots[kept], self.groups[kept]
+        rows["has_parent"] = self.has_parent[kept]
+        return RecoveredBlocks(rows, np.arange(len(rows)))
 
 
 def recovered_rows(rows: np.ndarray) -> tuple[RecoveredBlocks, np.ndarray]:
