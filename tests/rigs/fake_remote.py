@@ -272,7 +272,7 @@ class FakeRemote:
         self.release()
         return True
 
-    def close(self) -> None:
+    def close(self, deadline_s: float = 0.0) -> None:
         if self._closed:
             return
         self.release()

@@ -14,7 +14,7 @@ from kvbm.clock import Clock
 from kvbm.errors import ManagerRefused, SettingsError
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.choices import bound_writes, choose_admission, for_each, refuse_eviction
-from kvbm.manager.disk_side import CLOSE_S_MAX
+from kvbm.manager.closing import AT_ONCE, close_spaces
 from kvbm.manager.gauges import count_in_bulk, forget_blocks
 from kvbm.manager.guarded_space import GuardedSpace
 from kvbm.manager.host_side import SpaceOptions
@@ -169,21 +169,25 @@ class SpaceTable:
             yield WAITS
 
     def close(self, keep: bool) -> None:
-        """Close and forget all spaces: their disks within `CLOSE_S_MAX` together."""
-        disk_until_s = self._clock() + CLOSE_S_MAX
+        """Close and forget all spaces within `closing.CLOSE_S_MAX` together."""
         for disk in self._disks.values():
             disk.close(keep, deadline_s=0.0)
         self._disks.clear()
-        for _, space in self:
-            self.drop(space, keep, disk_until_s)
+        spaces = [space for _, space in self]
+        close_spaces(spaces, keep)
+        for space in spaces:
+            self._forget(space)
 
-    def drop(self, space: Space, keep: bool, disk_until_s: float | None = None) -> None:
-        """Close a space and forget it."""
+    def drop(self, space: Space, keep: bool) -> None:
+        """Close a space and forget it. Nothing is waited for: what is queued is not written."""
+        close_spaces([space], keep, AT_ONCE)
+        self._forget(space)
+
+    def _forget(self, space: Space) -> None:
         namespace = self.namespace_of(space)
         fingerprint, label = namespace.fingerprint, self._labels.name(namespace)
         del self._spaces[fingerprint]
         self._advised.pop(fingerprint, None)
-        space.close(keep, disk_until_s)
         count_in_bulk(label, space, self._metrics)
         forget_blocks(label, space, self._metrics)
 

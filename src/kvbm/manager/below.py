@@ -89,13 +89,15 @@ class Below:
         for remote in self.remotes:
             remote.tick()
 
-    def close(self, keep: bool, disk_until_s: float | None = None) -> None:
-        """Write what waits (bounded in time, the disk's part by `disk_until_s`), release the tiers. Nothing touches
-        host memory after it, unless a call to a medium does not end."""
-        if self.disk is not None:
-            self.disk.close(keep, disk_until_s)
+    def flush(self) -> None:
+        """As the space ends: what waits to be written together with more is written now."""
         for remote in self.remotes:
-            remote.close(keep)
+            if remote.writer is not None:
+                remote.writer.flush()
+
+    def write_more(self) -> bool:
+        """As the space ends: write queued blocks. Whether there is more to wait for."""
+        return sum(side.write_more() for side in self.sides) > 0
 
     def _offloader(self) -> Offloader[BlockKey] | None:
         return self.disk.offloader if self.disk is not None else None

@@ -29,12 +29,6 @@ from kvbm.tiers.host import HostArena
 
 SLICES_AT_ONCE = 3
 """Of an index, when its medium has just been opened."""
-CLOSE_S_MAX = 4.5
-"""The disks of a manager are all closed within so many seconds, also where a call to one does not end."""
-AT_ONCE = -inf
-RELEASE_S = 1.0
-"""This much of it is kept for releasing a medium, after queued blocks were written."""
-RELEASE_S_MIN = 0.05
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -159,22 +153,15 @@ class DiskSide:
             self._index_anew()
         return again
 
-    def close(self, keep: bool, until_s: float | None = None) -> None:
-        """Write queued blocks as long as the medium takes them, and release it. That ends by `until_s`, or after
-        `CLOSE_S_MAX`: what is not written then is not in the journal either. With `AT_ONCE` nothing is waited for."""
-        if until_s == AT_ONCE:
-            self.medium.close(keep, 0.0)
-            return
-        until_s = self.clock() + CLOSE_S_MAX if until_s is None else until_s
-        queued = self.offloader.queued_count
-        while queued and self.medium.drain(max(0.0, until_s - RELEASE_S - self.clock())):
-            self.collect()
-            self.advance()
-            before, queued = queued, self.offloader.queued_count
-            if queued >= before or self.clock() >= until_s - RELEASE_S:
-                break
-        self.void_emptied()
-        self.medium.close(keep, max(RELEASE_S_MIN, until_s - self.clock()))
+    def write_more(self) -> bool:
+        """As the space ends: take completions and submit what the medium takes. Whether there is more to wait for."""
+        before, idle = self.offloader.queued_count, self.medium.drain(0.0)
+        if not before or self.fault:
+            return False
+        self.collect()
+        self.advance()
+        left = self.offloader.queued_count
+        return left > 0 and not (idle and left >= before)
 
     def _index_anew(self) -> None:
         """Index what a medium that works again has brought back; what it has not is evicted."""

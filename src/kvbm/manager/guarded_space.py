@@ -11,7 +11,6 @@ import logging
 import os
 import traceback
 from collections.abc import Callable, Generator, Sequence
-from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from kvbm.block import BlockKey
@@ -122,16 +121,8 @@ class GuardedSpace(Space):
         described = super().describe()
         return {**described, "fault": self.failure} if self.failure else described
 
-    def close(self, keep: bool, disk_until_s: float | None = None) -> None:
-        """Release the tiers, of a failed space without a look at its index."""
-        self._try(None, super().close, keep, disk_until_s)
-        if self.failure:
-            # Each of them may have been closed already, before it failed.
-            if self.disk is not None:
-                _try_close(partial(self.disk.medium.close, keep, 0.0))
-            for remote in self.remotes:
-                _try_close(remote.tier.close)
-            _try_close(self.arena.close)
+    def stop(self) -> None:
+        self._try(None, super().stop)
 
     def _in_turns(self, otherwise: T, work: Generator[None, None, T]) -> Generator[None, None, T]:
         def step() -> T | None:
@@ -163,13 +154,6 @@ class GuardedSpace(Space):
             if not lease.final:  # no more blocks will become ready: say so to those that wait
                 del lease.slots[lease.ready :], lease.keys[lease.ready :], lease.sources[lease.ready :]
                 self.on_progress(lease)
-
-
-def _try_close(close: Callable[[], object]) -> None:
-    try:
-        close()
-    except Exception as error:  # the space has failed already, and that is logged
-        record_swallowed(error)
 
 
 def _in_one_line(error: Exception) -> str:

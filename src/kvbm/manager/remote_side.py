@@ -31,7 +31,6 @@ from kvbm.tiers.contract import Completion
 from kvbm.tiers.host import HostArena
 from kvbm.tiers.remote.contract import NOWHERE, RemoteTier
 
-CLOSE_S_MAX = 5.0
 ASKED_AT_ONCE = 256
 PATIENCE, PATIENCE_S = 2.0, 2.0
 """A block is given up after so many times the expected seconds, and so many more."""
@@ -200,21 +199,15 @@ class RemoteSide:
         """This tier's part of a `Status`."""
         return {**self.tier.describe(), "fault": self.fault, "queued": self.queued_count}
 
-    def close(self, keep: bool) -> None:
-        """Write what waits as long as the store takes it, at most for `CLOSE_S_MAX`, and let it go."""
-        deadline_s = self.clock() + CLOSE_S_MAX
-        if keep and self.writer is not None:
-            self.writer.flush()
-            while self.writer.queued_count and not self.fault and self.clock() < deadline_s:
-                self.advance()
-                if not self.tier.drain(max(0.0, deadline_s - self.clock())):
-                    break
-                before = self.writer.queued_count
-                self.collect()
-                if self.writer.queued_count >= before:
-                    break
-        self.tier.close()
+    def write_more(self) -> bool:
+        """As the space ends: take completions and submit what the store takes. Whether there is more to wait for."""
+        if self.writer is None or self.fault or not self.writer.queued_count:
+            return False
+        before, idle = self.writer.queued_count, self.tier.drain(0.0)
         self.collect()
+        self.advance()
+        left = self.writer.queued_count
+        return left > 0 and not (idle and left >= before)
 
     def _make_onboarder(self) -> Onboarder:
         host = self.host

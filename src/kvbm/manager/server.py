@@ -23,7 +23,6 @@ from kvbm.errors import KvbmError, ProtocolError
 from kvbm.manager.administration import Administration
 from kvbm.manager.announcements import Announcements, EventsAccount, KeysAccount
 from kvbm.manager.assembly import SpaceTable
-from kvbm.manager.disk_side import AT_ONCE
 from kvbm.manager.door import Door
 from kvbm.manager.event_stream import EventStream, Publisher
 from kvbm.manager.followers import Followers
@@ -395,7 +394,7 @@ class Server:
         self._ignore_tier(space)
         if space in self._failed:
             self._failed.remove(space)
-        self.spaces.drop(space, not self.spaces.namespace_of(space).ephemeral, AT_ONCE)
+        self.spaces.drop(space, not self.spaces.namespace_of(space).ephemeral)
 
     def _ignore_tier(self, space: Space) -> None:
         for fd in space.below.filenos():

@@ -17,6 +17,7 @@ from kvbm.groups import GroupKind
 from kvbm.hints import UNHINTED, ClientHint
 from kvbm.layout import BlockLayout
 from kvbm.manager.below import Below
+from kvbm.manager.closing import close_spaces
 from kvbm.manager.departed import Departed
 from kvbm.manager.disk_side import DiskSide
 from kvbm.manager.foresight import Decided, Foresight
@@ -65,9 +66,7 @@ class Space:
         remotes: Sequence[tuple[RemoteTier, RemoteRules, AdmissionPolicy]] = (),
     ) -> None:
         """`remotes` are the remote tiers, first the one to be asked first, each with what is done with it."""
-        self.layout = layout
-        self.arena = arena
-        self.options = options
+        self.layout, self.arena, self.options = layout, arena, options
         self.failure = ""
         """Empty while the space works (see `guarded_space`)."""
         self.on_progress = on_progress
@@ -408,12 +407,14 @@ class Space:
         for pool in self.pools:
             pool.check()
 
-    def close(self, keep: bool, disk_until_s: float | None = None) -> None:
-        """Write queued blocks (bounded in time), release the tiers; the disk by that time."""
+    def stop(self) -> None:
+        """The first step of the end: leases and slices of work end, queued blocks are submitted."""
         self.foresight.on = False
         for lease in list(self.leases):
             self.release(lease.owner, lease.number)
         self._backlog.clear()  # it is of no use any more
         self.pump()
-        self.below.close(keep, disk_until_s)
-        self.arena.close()
+
+    def close(self, keep: bool) -> None:
+        """Write queued blocks (bounded in time) and release the tiers."""
+        close_spaces([self], keep)

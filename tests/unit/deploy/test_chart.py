@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from kvbm.client.finder import SOCKET_NAME
-from kvbm.manager import remote_side
-from kvbm.manager.disk_side import CLOSE_S_MAX
+from kvbm.manager.closing import CLOSE_S_MAX
 from kvbm.manager.probes import LIVE_PATH, READY_PATH
 from kvbm.settings import FIELDS, Settings, load_settings
 from kvbm.settings.parse import GB
-from kvbm.tiers.remote import blob_tier
 from rigs.checkout import PROJECT, ROOT
 from rigs.kubernetes import (
     CHART,
@@ -274,9 +272,8 @@ def test_selectors_find_the_pods(values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("namespaces", [1, 2, 64])
 def test_the_grace_period_is_longer_than_a_stop_can_take(namespaces: int) -> None:
-    """Disks are closed within a bound for all; remote tiers of namespaces are closed one after the other."""
-    remote_s = remote_side.CLOSE_S_MAX + blob_tier.CLOSE_LIMIT_S
-    drain_s = math.ceil(CLOSE_S_MAX) + namespaces * remote_s
+    """The tiers of all namespaces are closed within one bound; a second is left for the rest."""
+    drain_s = math.ceil(CLOSE_S_MAX) + 1
     assert pod_of(render(namespaces=namespaces)["DaemonSet"])["terminationGracePeriodSeconds"] > drain_s
     assert f"at most {drain_s:.0f} s" in notes(namespaces=namespaces)
     longer = render(namespaces=namespaces, terminationGracePeriodSeconds=int(drain_s) + 1)

@@ -19,7 +19,7 @@ from kvbm.block import BlockKey, Outcome
 from kvbm.clock import Clock
 from kvbm.fleet.directory import Directory, Peer
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.tiers.contract import BlockHead, Completion
+from kvbm.tiers.contract import CLOSE_LIMIT_S, BlockHead, Completion
 from kvbm.tiers.peers.known import Known, link_of, prints_of
 from kvbm.tiers.peers.loads import Load
 from kvbm.tiers.peers.mover import Mover
@@ -34,7 +34,6 @@ log = logging.getLogger("kvbm.tiers")
 SEEN_MAX = 65_536
 """Blocks that were loaded and are remembered, so that `news` can tell when they go."""
 NEWS_AT_ONCE = 4096
-CLOSE_S = 5.0
 
 
 def open_peer_tier(
@@ -320,7 +319,7 @@ class PeerTier:
             time.sleep(0.001)
         return not pending
 
-    def close(self) -> None:
+    def close(self, deadline_s: float = CLOSE_LIMIT_S) -> None:
         if self._closed:
             return
         self._closed = True
@@ -328,7 +327,7 @@ class PeerTier:
         self._links.clear()
         for link in links:
             link.stop()
-        end_s = time.monotonic() + CLOSE_S
+        end_s = time.monotonic() + deadline_s
         for link in links:
             # A thread that resolves a name may stay longer; it has no load.
             self._has_left(link, max(0.0, end_s - time.monotonic()))

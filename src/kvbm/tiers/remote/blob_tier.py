@@ -18,7 +18,7 @@ from kvbm.block import GROUP_MAX, KEY_BYTES, BlockKey, Outcome
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import SettingsError
 from kvbm.layout import BlockLayout, Namespace
-from kvbm.tiers.contract import BlockHead, Completion
+from kvbm.tiers.contract import CLOSE_LIMIT_S, BlockHead, Completion
 from kvbm.tiers.remote.blobs import BlobStore
 from kvbm.tiers.remote.catalogue import Catalogue
 from kvbm.tiers.remote.collector import Collector
@@ -41,7 +41,8 @@ log = logging.getLogger("kvbm.tiers.remote.tier")
 
 LEARNED_BLOCKS = 4096
 """Of what was discovered, so many blocks are taken into the catalogue by one `poll`: about 2 ms."""
-CLOSE_LIMIT_S = 3.0
+JOBS_SHARE = 0.5
+"""The part of the time for closing in which jobs may end. Then the log is written."""
 STORES_A_THREAD = 2
 """So many stores may be pending for each thread that writes."""
 AS_DEFAULT = RemoteOptions()
@@ -326,18 +327,18 @@ class BlobTier:
         self._upkeep.flush(end_s - time.monotonic())
         return idle
 
-    def close(self) -> None:
+    def close(self, deadline_s: float = CLOSE_LIMIT_S) -> None:
         """As the contract says. The completions of pending jobs can still be polled afterwards."""
         if self._closed:
             return
-        end_s = time.monotonic() + CLOSE_LIMIT_S
-        self._exchange.wait_idle(CLOSE_LIMIT_S)
+        end_s = time.monotonic() + deadline_s
+        self._exchange.wait_idle(deadline_s * JOBS_SHARE)
         self._upkeep.flush(end_s - time.monotonic())
         self._closed = True
         self._watch.stop()
         self._queue.close()
         self._upkeep.stop()
-        self._exchange.stop("the tier was closed", 1.0)
+        self._exchange.stop("the tier was closed", max(0.0, end_s - time.monotonic()))
         for workers in (self._loads, self._stores, self._scanners):
             workers.stop(max(0.0, end_s - time.monotonic()))
         self._store.close()

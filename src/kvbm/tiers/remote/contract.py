@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from kvbm.block import BlockKey, Outcome
-from kvbm.tiers.contract import BlockHead, Completion
+from kvbm.tiers.contract import CLOSE_LIMIT_S, BlockHead, Completion
 
 NOWHERE = -1
 """In place of a place: the tier knows of no such block."""
@@ -138,5 +138,5 @@ class RemoteTier(Protocol):
     def drain(self, deadline_s: float) -> bool:
         """Wait for pending work up to `deadline_s` seconds from now; True when nothing is pending."""
 
-    def close(self) -> None:
-        """End pending work, at most for a few seconds, and let the store go. What was stored stays."""
+    def close(self, deadline_s: float = CLOSE_LIMIT_S) -> None:
+        """End pending work, within `deadline_s` seconds, and let the store go. What was stored stays."""
