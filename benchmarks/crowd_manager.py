@@ -159,10 +159,10 @@ class Engine:
             self.leader.wait(1.0)
         return self.leader
 
-    def store(self, keys: bytes) -> int:
-        """Store a chain whose bytes need not be written. Returns the blocks that got a slot."""
+    def store(self, keys: bytes, parent: bytes = b"") -> int:
+        """Store a chain behind `parent`; its bytes need not be written. Returns the blocks that got a slot."""
         number = next(self._numbers)
-        reply = ask(self.leader, Reserve(store=number, parent=b"", keys=keys), ReserveReply)
+        reply = ask(self.leader, Reserve(store=number, parent=parent, keys=keys), ReserveReply)
         self.leader.send(Commit(store=number))
         return sum(slot >= 0 for slot in reply.slots)
 

@@ -2,10 +2,11 @@
 
     python -m benchmarks.loop_turns [--blocks 1000000] [--tenants 50] [--output DIR]
 
-A real manager in a process of its own, over its socket. First without a disk: chains of 65,536 blocks are stored into
-free slots, stored again by many tenants at a full pool, looked up, held by thousands of leases whose engine goes, and
-reset. Then a namespace whose directory on disk has as many blocks starts, and is reset while it does. A turn is one
-`Server.step`, in processor time of the loop's thread; `longest_s` is the longest wait of another client for an answer.
+A real manager in a process of its own, over its socket. First without a disk: chains of 65,536 blocks, half of one in a
+message, are stored into free slots and again by many tenants at a full pool; they are looked up, held by thousands of
+leases whose engine goes, and reset. Then a namespace whose directory on disk has as many blocks starts, and is reset
+while it does. A turn is one `Server.step`, in processor time of the loop's thread; `longest_s` is the longest wait of
+another client for an answer.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from kvbm.client.channel import Channel
 from kvbm.hashing import join_keys
 from kvbm.present.tables import console, plain_table, save_json
 from kvbm.protocol import (
+    KEYS_PER_MESSAGE_MAX,
     PROTOCOL_VERSION,
     STORED_KEYS_MAX,
     Commit,
@@ -49,6 +51,7 @@ from kvbm.tiers.disk.directory import JOURNAL_NAME
 from kvbm.tiers.disk.journal import BlockRecord, encode_record
 from kvbm.tiers.disk.tier import open_disk_tier
 
+CHAIN_BLOCKS = KEYS_PER_MESSAGE_MAX
 LEASES = 1000
 LEASE_BLOCKS = 1024
 PROBE_S = 0.005
@@ -114,8 +117,8 @@ def in_host_memory(blocks: int, tenants: int, eviction: str, directory: str) -> 
     settings = Settings(
         host_blocks=blocks, runtime_dir=directory, manager=f"{directory}/m.sock", eviction=eviction
     )
-    count = blocks // STORED_KEYS_MAX
-    chains = [join_keys(chain(number, STORED_KEYS_MAX)) for number in range(2 * count)]
+    count = blocks // CHAIN_BLOCKS
+    chains = [join_keys(chain(number, CHAIN_BLOCKS)) for number in range(2 * count)]
     with running(settings) as child:
         filler = Engine(settings, "filler")
         leader = filler.lead()
@@ -123,14 +126,15 @@ def in_host_memory(blocks: int, tenants: int, eviction: str, directory: str) -> 
         phases = Phases(child, probe)
         with phases.phase("stores into free slots"):
             for keys in chains[:count]:
-                filler.store(keys)
+                for start in range(0, len(keys), KEY_BYTES * STORED_KEYS_MAX):
+                    filler.store(keys[start : start + KEY_BYTES * STORED_KEYS_MAX], keys[:start][-KEY_BYTES:])
         with phases.phase(f"stores at a full pool, {tenants} tenants"):
             for number in range(tenants):
                 few = chains[count - 1][: KEY_BYTES * (number + 1)]
                 leader.send(Lookup(lookup=1 << 20 | number, keys=few, tenant=f"tenant-{number}"))
             for number, keys in enumerate(chains[count:]):
                 _store_for(leader, number, keys, f"tenant-{number % tenants}")
-        with phases.phase(f"hits of {STORED_KEYS_MAX:,} blocks"):
+        with phases.phase(f"hits of {CHAIN_BLOCKS:,} blocks"):
             for keys in chains[count:]:
                 filler.hit(keys)
         other = Engine(settings, "other")
@@ -151,9 +155,11 @@ def operator(engine: Engine) -> Channel:
 
 
 def _store_for(leader: Channel, number: int, keys: bytes, tenant: str) -> None:
-    store = 1 << 20 | number
-    ask(leader, Reserve(store=store, parent=b"", keys=keys, tenant=tenant), ReserveReply)
-    leader.send(Commit(store=store))
+    for start in range(0, len(keys), KEY_BYTES * STORED_KEYS_MAX):
+        store, before = 1 << 20 | number << 1 | (start > 0), keys[:start][-KEY_BYTES:]
+        part = keys[start : start + KEY_BYTES * STORED_KEYS_MAX]
+        ask(leader, Reserve(store=store, parent=before, keys=part, tenant=tenant), ReserveReply)
+        leader.send(Commit(store=store))
 
 
 def fill_directory(directory: str, blocks: int) -> list[list[bytes]]:
@@ -163,12 +169,12 @@ def fill_directory(directory: str, blocks: int) -> list[list[bytes]]:
     assert path is not None
     tier.close(keep=True)
     fingerprint = disk_namespace(NAMESPACE, "").fingerprint
-    chains = [chain(number, STORED_KEYS_MAX) for number in range(blocks // STORED_KEYS_MAX)]
+    chains = [chain(number, CHAIN_BLOCKS) for number in range(blocks // CHAIN_BLOCKS)]
     with (path / JOURNAL_NAME).open("r+b") as journal:
         for number, keys in enumerate(chains):
             records = []
             for place, key in enumerate(keys):
-                slot = SlotIndex(number * STORED_KEYS_MAX + place)
+                slot = SlotIndex(number * CHAIN_BLOCKS + place)
                 record = BlockRecord(
                     slot=slot,
                     key=key,
@@ -185,7 +191,7 @@ def fill_directory(directory: str, blocks: int) -> list[list[bytes]]:
 def on_disk(blocks: int, eviction: str, directory: str) -> list[dict[str, Any]]:
     """A start over a full directory, and a reset."""
     settings = Settings(
-        host_blocks=STORED_KEYS_MAX,
+        host_blocks=CHAIN_BLOCKS,
         disk_blocks=blocks,
         disk_dir=directory,
         runtime_dir=directory,
@@ -238,7 +244,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--blocks", type=int, default=1_000_000 // STORED_KEYS_MAX * STORED_KEYS_MAX)
+    parser.add_argument("--blocks", type=int, default=1_000_000 // CHAIN_BLOCKS * CHAIN_BLOCKS)
     parser.add_argument("--tenants", type=int, default=50)
     parser.add_argument("--eviction", default=Settings().eviction)
     parser.add_argument("--only", choices=("host", "disk"))

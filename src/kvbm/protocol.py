@@ -18,7 +18,7 @@ from kvbm.layout import BlockLayout, Namespace
 PROTOCOL_VERSION = 11
 MESSAGE_BYTES_MAX = 8 << 20
 
-KEYS_PER_MESSAGE_MAX = 131_072
+KEYS_PER_MESSAGE_MAX = 65_536
 """Blocks of a request beyond this many are neither looked up nor stored in one go."""
 
 STORED_KEYS_MAX = KEYS_PER_MESSAGE_MAX // 2

@@ -7,28 +7,30 @@ conservation law, every lease intact, and every block that can be found has exac
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
-from kvbm.block import NO_SLOT, BlockKey, BlockState
+from kvbm.block import BlockKey
 from kvbm.clock import ManualClock
 from kvbm.hashing import chain_keys
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.disk_health import HEAL_S_MAX
 from kvbm.manager.host_side import SpaceOptions
-from kvbm.manager.leases import PREFETCHES, Lease, LeaseState, Reservation
+from kvbm.manager.leases import Lease, Reservation
 from kvbm.manager.lookups import LEASE_S, LookingUp
 from kvbm.manager.space import Space
 from kvbm.manager.storing import RESERVATION_S
-from kvbm.manager.table_sizes import space_tables
 from kvbm.observe.metrics import Metrics
 from kvbm.policy import AdmitAll, DiskFilter
 from kvbm.protocol import HELD, REFUSED
+from kvbm.slices import advance
 from kvbm.testing.oracle import BlockOracle, block_bytes
 from kvbm.tiers.contract import RunTier
 from kvbm.tiers.host import HostArena
+from model.manager_laws import ManagerLaws
 from rigs.fake_tier import FakeTier
 
 LAYOUT = BlockLayout(block_tokens=4, shard_bytes=4096, shard_count=2)
@@ -64,10 +66,10 @@ class Writer:
     written: dict[int, bytes] = field(default_factory=dict)
 
 
-class ManagerMachine(RuleBasedStateMachine):
+class ManagerMachine(ManagerLaws):
     """One space over real host memory; subclasses say what is below."""
 
-    options = SpaceOptions(in_flight_max=4, brought_at_once=1, slice_blocks=1)
+    options = SpaceOptions(in_flight_max=4, brought_at_once=1, slice_blocks=1, found_at_once=1)
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,6 +81,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.fenced: list[Writer] = []
         self.promised: dict[tuple[int, int], tuple[int, ...]] = {}
         self.looking: dict[tuple[int, int], LookingUp] = {}
+        self.committing: dict[tuple[int, int], tuple[Writer, Generator[None, None, int]]] = {}
         self.admit_all = True
         self.calm_steps = 0
         self.metrics = Metrics()
@@ -111,6 +114,8 @@ class ManagerMachine(RuleBasedStateMachine):
             self._progressed,
             self.options,
         )
+        for pool in self.space.pools:
+            pool.found_at_once = pool.offered_at_once = 1
         self.last_ready: dict[tuple[int, int], int] = {}
         self.holders: dict[int, tuple[BlockKey | None, int]] = {}
 
@@ -172,6 +177,14 @@ class ManagerMachine(RuleBasedStateMachine):
         self.space.release(owner, number)
         assert self.space.release(owner, number) is None, "a lease ends once"
 
+    @precondition(lambda self: self.promised)
+    @rule(which=pick, blocks=positions)
+    def shorten(self, which: int, blocks: int) -> None:
+        name = list(self.promised)[which % len(self.promised)]
+        self.space.shorten(*name, blocks)
+        lease = self.space.leases.get(*name)
+        assert lease is None or len(lease.slots) <= max(blocks, 0)
+
     # ---- engines store
 
     @rule(owner=owners, chain=chains)
@@ -220,8 +233,21 @@ class ManagerMachine(RuleBasedStateMachine):
         self._write(writer, position % len(writer.reservation.slots))
 
     @precondition(lambda self: self.writers)
-    @rule(which=pick, failures=st.sets(positions, max_size=2), all_written=st.booleans())
-    def commit(self, which: int, failures: set[int], all_written: bool) -> None:
+    @rule(which=pick, chain=chains)
+    def reserve_more(self, which: int, chain: int) -> None:
+        """The next part of a long chain."""
+        key = list(self.writers)[which % len(self.writers)]
+        reservation, keys = self.writers[key].reservation, CHAINS[chain]
+        last = reservation.keys[-1]
+        rest = keys[keys.index(last) + 1 :] if last in keys else []
+        before = len(reservation.slots)
+        answer = self.space.reserve(*key, last, rest, more=True)
+        assert reservation.slots[before:] == [slot for slot in answer if slot >= 0]
+
+    def _written(
+        self, which: int, failures: set[int], all_written: bool
+    ) -> tuple[Writer, set[int], list[int]]:
+        """A store that its workers have ended, with the positions that they did not write, and the others."""
         key = list(self.writers)[which % len(self.writers)]
         writer = self.writers.pop(key)
         reservation = writer.reservation
@@ -232,8 +258,38 @@ class ManagerMachine(RuleBasedStateMachine):
         good = [] if reservation.stale else [i for i in range(len(reservation.slots)) if i not in failed]
         for i in good:
             self.oracle.commit(reservation.keys[i], writer.written[i])
-        assert self.space.commit(*key, tuple(failed)) == len(good)
-        assert self.space.commit(*key) == 0, "a reservation is committed once"
+        return writer, failed, good
+
+    @precondition(lambda self: self.writers)
+    @rule(which=pick, failures=st.sets(positions, max_size=2), all_written=st.booleans())
+    def commit(self, which: int, failures: set[int], all_written: bool) -> None:
+        writer, failed, good = self._written(which, failures, all_written)
+        name = writer.reservation.owner, writer.reservation.number
+        assert self.space.commit(*name, tuple(failed)) == len(good)
+        assert self.space.commit(*name) == 0, "a reservation is committed once"
+
+    @precondition(lambda self: self.writers)
+    @rule(
+        which=pick, failures=st.sets(positions, max_size=2), all_written=st.sampled_from([True, True, False])
+    )
+    def begin_commit(self, which: int, failures: set[int], all_written: bool) -> None:
+        """One that gives others their turn after every block."""
+        writer, failed, _ = self._written(which, failures, all_written)
+        name = writer.reservation.owner, writer.reservation.number
+        self.committing[name] = writer, self.space.committing(*name, tuple(failed))
+
+    @precondition(lambda self: self.committing)
+    @rule(which=pick)
+    def go_on_with_commit(self, which: int) -> None:
+        name = list(self.committing)[which % len(self.committing)]
+        writer, work = self.committing[name]
+        before = len(writer.reservation.slots)
+        if advance(work) is None:
+            assert len(writer.reservation.slots) == before - 1
+            return
+        del self.committing[name]
+        assert self.space.reservations.get(*name) is None
+        assert self.space.commit(*name) == 0, "a reservation is committed once"
 
     # ---- engines fail
 
@@ -243,9 +299,16 @@ class ManagerMachine(RuleBasedStateMachine):
         self._condemn(list(self.writers)[which % len(self.writers)])
 
     def _condemn(self, key: tuple[int, int]) -> None:
-        writer = self.writers.pop(key)
+        if key in self.committing:
+            writer, work = self.committing.pop(key)
+            left = list(writer.reservation.slots)
+        else:
+            writer, work, left = self.writers.pop(key), None, []
         writer.reservation.condemned = True
         self.fenced.append(writer)
+        if work is not None:
+            assert advance(work) is not None, "nothing more is committed"
+            assert writer.reservation.slots == left
 
     @precondition(lambda self: self.fenced)
     @rule(which=pick, position=pick)
@@ -271,7 +334,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def owner_dies(self, owner: int) -> None:
         for lease in self.space.leases.of(owner):
             self.space.release(owner, lease.number)
-        for key in [key for key in self.writers if key[0] == owner]:
+        for key in [key for key in (*self.writers, *self.committing) if key[0] == owner]:
             self._condemn(key)
         for known in (self.promised, self.looking):
             for key in [key for key in known if key[0] == owner]:
@@ -320,6 +383,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.fenced.clear()
         self.promised.clear()
         self.looking.clear()
+        self.committing.clear()
 
     @rule()
     def pump(self) -> None:
@@ -328,73 +392,6 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule()
     def catch_up(self) -> None:
         self.space.catch_up()
-
-    # ---- after every step
-
-    @invariant()
-    def the_law_holds(self) -> None:
-        if not hasattr(self, "space"):
-            return
-        self.calm_steps += 1
-        self.space.check()
-        rising = self.space.disk.onboarder.queued_count if self.space.disk else 0
-        assert all(each.count <= each.most for each in space_tables(self.space)), (
-            "a table is beyond its bound"
-        )
-        reserved = sum(len(r.slots) for r in self.space.reservations)
-        assert self.space.host_pool.counts().filling == rising + reserved, "a filling slot that nobody fills"
-        if self.space.disk is not None:
-            assert self.space.disk.pool.counts().filling <= 4
-            assert self.space.disk.pool.counts().leased <= rising
-
-    @invariant()
-    def what_can_be_found_is_right(self) -> None:
-        if not hasattr(self, "space"):
-            return
-        for slot, key in self.space.host_pool.resident():
-            content = b"".join(bytes(view) for view in self.arena.slot_views(slot))
-            self.oracle.check(key, content)
-
-    @invariant()
-    def a_slot_that_changes_hands_has_another_generation(self) -> None:
-        """A worker that reads it without a lease has nothing else to notice it by."""
-        if not hasattr(self, "space") or self.space.host_pool.cleared_count:
-            return  # slots of cleared blocks rise before they are filled
-        for slot in range(HOST_SLOTS):
-            key = None
-            if self.space.host_pool.state_of(slot) is not BlockState.FREE:
-                key = self.space.host_pool.key_of(slot)
-            before = self.holders.get(slot)
-            if before is not None and before[0] is not None and before[0] != key:
-                assert self.arena.generation(slot) > before[1]
-            self.holders[slot] = (key, self.arena.generation(slot))
-
-    @invariant()
-    def leases_are_intact(self) -> None:
-        if not hasattr(self, "space"):
-            return
-        held = 0
-        for lease in self.space.leases:
-            name = lease.owner, lease.number
-            # A lookup that is not through has told nobody of its slots.
-            generations = self.promised.get(name)
-            assert (generations is None) == (name in self.looking or lease.owner == PREFETCHES)
-            assert lease.ready <= len(lease.slots) == len(lease.keys) <= len(lease.states)
-            for i, slot in enumerate(lease.slots):
-                assert generations is None or self.arena.generation(slot) == generations[i], (
-                    "a leased slot changed hands"
-                )
-                assert lease.states[i] != LeaseState.DROPPED
-                if lease.states[i] == LeaseState.PINNED:
-                    held += 1
-                    assert self.space.host_pool.is_leased(slot)
-                    assert self.space.host_pool.find(lease.keys[i]) == slot
-                else:
-                    assert i >= lease.ready
-                    assert slot == NO_SLOT or self.space.host_pool.find_filling(lease.keys[i]) == slot
-                    assert slot != NO_SLOT or name in self.looking
-        if not held and not self.space.busy:
-            assert self.space.host_pool.counts().leased == 0, "a pin that no lease holds"
 
     def teardown(self) -> None:
         if not hasattr(self, "space"):

@@ -141,7 +141,7 @@ class FakeTierMachine(ManagerMachine):
 class StagingMachine(FakeTierMachine):
     """Disk without host: host memory is only the way there."""
 
-    options = SpaceOptions(staging=True, in_flight_max=4, brought_at_once=1, slice_blocks=1)
+    options = SpaceOptions(staging=True, in_flight_max=4, brought_at_once=1, slice_blocks=1, found_at_once=1)
 
 
 class StrictLru(LeafFirstLru):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence, Set
 from typing import Generic, TypeVar
 
-from kvbm.block import BlockState, SlotIndex
+from kvbm.block import NO_SLOT, BlockState, SlotIndex
+from kvbm.manager.key_table import KeyT, KeyTable
+from kvbm.slices import sliced
 
-KeyT = TypeVar("KeyT", bound=Hashable)
-"""The key of a block and of the chain up to it: `BlockKey` in the manager, a number in the simulator."""
 KeyT_contra = TypeVar("KeyT_contra", bound=Hashable, contravariant=True)
 
 _FREE, _FILLING, _RESIDENT = int(BlockState.FREE), int(BlockState.FILLING), int(BlockState.RESIDENT)
+FOUND_AT_ONCE = 4096
+"""Blocks of a chain that are looked for in one slice."""
 _SHORT_CHAIN = 128
 _RUN_STEP = 8
 _SCATTERED_MAX = 16
@@ -22,15 +24,24 @@ class BlockIndex(Generic[KeyT]):
     slot, which whoever owns the slots keeps up to date, as it does the rest."""
 
     def __init__(self, slot_count: int, state: bytearray) -> None:
-        self._slots: dict[KeyT, int] = {}
+        self._slots: KeyTable[KeyT, int] = KeyTable()
         self._keys: list[KeyT | None] = [None] * slot_count
         self._state = state
+        self.found_at_once = FOUND_AT_ONCE
+        # Slots that were emptied since the latest `finding` began.
+        self._gone: set[int] | None = None
         self.cleared_count = 0
         """Free slots whose former block is still in the index. It cannot be found, and is forgotten later."""
 
+    def key_of(self, slot: int) -> KeyT:
+        """The key of a slot that is not free."""
+        key = self._keys[slot]
+        assert key is not None, f"slot {slot} is free"
+        return key
+
     def find(self, key: KeyT) -> SlotIndex | None:
         """The slot that holds the block, resident; None otherwise (also while it is being filled)."""
-        slot = self._slots.get(key)
+        slot = self._slots.find(key)
         return SlotIndex(slot) if slot is not None and self._state[slot] == _RESIDENT else None
 
     def find_all(self, keys: list[KeyT]) -> list[int | None]:
@@ -49,9 +60,28 @@ class BlockIndex(Generic[KeyT]):
                 found.extend(range(slot + 1, slot + 1 + run))
             scattered = 0 if run else scattered + 1
         state = self._state
-        for held in map(self._slots.get, keys[len(found) :]):
+        for held in self._slots.find_each(keys[len(found) :]):
             found.append(held if held is not None and state[held] == _RESIDENT else None)
         return found
+
+    def finding(self, keys: list[KeyT], brought: Set[KeyT] = frozenset()) -> Generator[None, None, list[int]]:
+        """The slots of these blocks, `NO_SLOT` for one that is not here or was `brought`; in slices, of one chain at a
+        time. None of the slots has been emptied when all are found."""
+        slots, gone = list[int](), set[int]()
+        self._gone = gone
+        for part in sliced(keys, self.found_at_once):
+            slots += self._found_before(list(part), brought)
+            if len(keys) > self.found_at_once:
+                yield
+        self._gone = None
+        return [NO_SLOT if slot in gone else slot for slot in slots] if gone else slots
+
+    def _found_before(self, keys: list[KeyT], brought: Set[KeyT]) -> list[int]:
+        """The slots of these blocks, `NO_SLOT` for one that is not here or was brought."""
+        slots = [NO_SLOT if slot is None else slot for slot in self.find_all(keys)]
+        if brought:
+            slots = [NO_SLOT if key in brought else slot for key, slot in zip(keys, slots, strict=True)]
+        return slots
 
     def find_leading(self, keys: list[KeyT]) -> list[int]:
         """The slots of the first blocks of a chain, as far as they are resident."""
@@ -62,25 +92,32 @@ class BlockIndex(Generic[KeyT]):
             found.extend(range(slot + 1, slot + 1 + run))
         return found
 
+    def resident(self) -> Iterator[tuple[SlotIndex, KeyT]]:
+        """Every resident slot with its key."""
+        for slot, state in enumerate(self._state):
+            if state == BlockState.RESIDENT:
+                yield SlotIndex(slot), self.key_of(slot)
+
     def find_filling(self, key: KeyT) -> SlotIndex | None:
         """The slot that is being filled with the block, if any."""
-        slot = self._slots.get(key)
+        slot = self._slots.find(key)
         return SlotIndex(slot) if slot is not None and self._state[slot] == _FILLING else None
 
     def holds(self, key: KeyT) -> bool:
         """Whether the block is resident or being filled."""
-        slot = self._slots.get(key)
+        slot = self._slots.find(key)
         return slot is not None and self._state[slot] != _FREE
 
     def held(self, keys: Iterable[KeyT]) -> bytes:
         """`holds` for each of the keys, a byte each: 1 or 0."""
-        return bytes(map(self.holds if self.cleared_count else self._slots.__contains__, keys))
+        return bytes(map(self.holds, keys)) if self.cleared_count else self._slots.has_each(keys)
 
     def holds_any(self, keys: Iterable[KeyT]) -> bool:
         """`holds` for at least one of the keys."""
-        if self.cleared_count:
-            return any(map(self.holds, keys))
-        return not self._slots.keys().isdisjoint(keys)
+        return any(self.held(keys))
+
+    def _keys_of(self, slots: Sequence[int]) -> list[KeyT]:
+        return [key for key in map(self._keys.__getitem__, slots) if key is not None]
 
     def _run_length(self, slot: int, keys: list[KeyT], start: int) -> int:
         """How many of `keys[start:]` lie resident in `slot` and the slots after it: a lower bound."""

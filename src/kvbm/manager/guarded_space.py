@@ -81,8 +81,8 @@ class GuardedSpace(Space):
         refused = self.refuse(keys)
         return self._try(refused, super().reserve, owner, number, parent, keys, hashes, group, more, tenant)
 
-    def commit(self, owner: Owner, number: int, failed: Sequence[int] = ()) -> int:
-        return self._try(0, super().commit, owner, number, failed)
+    def committing(self, owner: Owner, number: int, failed: Sequence[int] = ()) -> Generator[None, None, int]:
+        return (yield from self._in_turns(0, super().committing(owner, number, failed)))
 
     def abort(self, reservation: Reservation) -> None:
         self._try(None, super().abort, reservation)

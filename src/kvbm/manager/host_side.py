@@ -25,7 +25,8 @@ class SpaceOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     `eviction` names the policy of both tiers; a staging area keeps no order but that of use.
     `brought_at_once`: blocks of a long run that a lookup queues for reading before it gives others their turn.
-    `slice_blocks`: blocks that are indexed or forgotten before others have theirs.
+    `slice_blocks`: blocks that are indexed, committed or forgotten before others have theirs; `found_at_once`: those
+    that a lookup looks for.
     `keeps_facts`: the tier below keeps what is said of blocks. `salt_share` is the part of an equal share of each tier
     that a tenant is sure of.
     """
@@ -35,6 +36,7 @@ class SpaceOptions(msgspec.Struct, frozen=True, kw_only=True):
     in_flight_max: int = 64
     brought_at_once: int = 512
     slice_blocks: int = SLICE_BLOCKS
+    found_at_once: int = 4096
     keeps_facts: bool = False
     salt_share: float = 0.5
 

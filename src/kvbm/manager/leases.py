@@ -101,6 +101,19 @@ class Reservation:
     condemned: bool = False
     stale: bool = False
 
+    def take(self, count: int) -> Reservation:
+        """Take the first blocks out of it, so many at most."""
+        part = Reservation(
+            self.owner,
+            self.number,
+            self.keys[:count],
+            self.parents[:count],
+            self.slots[:count],
+            self.deadline_s,
+        )
+        del self.keys[:count], self.parents[:count], self.slots[:count]
+        return part
+
 
 HeldT = TypeVar("HeldT", Lease, Reservation)
 
@@ -123,6 +136,10 @@ class HoldTable(Generic[HeldT]):
 
     def get(self, owner: Owner, number: int) -> HeldT | None:
         return self._held.get(owner, {}).get(number)
+
+    def lasts(self, held: HeldT) -> bool:
+        """Whether it has not ended."""
+        return self.get(held.owner, held.number) is held
 
     def add(self, held: HeldT) -> None:
         of_owner = self._held.setdefault(held.owner, {})

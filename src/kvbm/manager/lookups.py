@@ -5,9 +5,9 @@ A lookup of a long chain takes several turns of the manager's thread, so that no
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import compress, takewhile
+from itertools import takewhile
 from operator import or_
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from kvbm.manager.prefix_heat import PrefixHeat
 from kvbm.manager.retaining import Retaining
 from kvbm.manager.usage import Usage
 from kvbm.observe.metrics import Metrics
+from kvbm.slices import sliced
 from kvbm.strict import record_swallowed
 
 LEASE_S = 120.0
@@ -78,6 +79,7 @@ class Lookups:
     clock: Clock
     heat: PrefixHeat
     retaining: Retaining
+    found_at_once: int
     _grouping: Grouping | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -103,20 +105,25 @@ class Lookups:
             wanted = yield from self._wanted(keys, skip, self._grouping)
         lease = Lease(owner, number, [], [], bytearray(), bytearray(), now_s + LEASE_S)
         lease.tenant = asker.tenant if owner >= 0 else None  # an operator asks for anybody's blocks
-        self._gather(lease, wanted.run)
-        found = len(lease.slots)
         # What is read for the request, whether or not it is given up again.
-        brought: frozenset[BlockKey] = frozenset()
-        if lease.sources.count(Tier.HOST) < len(lease.sources):  # most hits are in host memory alone
-            brought = frozenset(compress(lease.keys, map(Tier.HOST.__ne__, lease.sources)))
+        brought = set[BlockKey]()
         try:
-            if lease.slots:
-                self.leases.add(lease)
+            for part in sliced(wanted.run, self.found_at_once):
+                if lease.slots:
+                    yield
+                    if not self.leases.lasts(lease):  # it ended meanwhile
+                        return Found(judged=judged)
+                count = self._gather(lease, list(part), brought)
+                if count == len(lease.slots) > 0:
+                    self.leases.add(lease)
+                if count < len(part):
+                    break
+            found = len(lease.slots)
             if self.below:
                 for _ in self.below.bring_up(lease, wanted.before):
                     self.below.pump()
                     yield
-            if lease.slots and self.leases.get(owner, number) is not lease:  # it ended meanwhile
+            if lease.slots and not self.leases.lasts(lease):  # it ended meanwhile
                 return Found(judged=judged)
             kept = len(lease.slots)
             if wanted.boundary and kept < len(wanted.run):  # a part of it is worth nothing to the engine
@@ -168,8 +175,7 @@ class Lookups:
         """Lease these few blocks, which lie behind `before`, and start bringing up those that are only on disk; None
         where nothing can be had. It is nobody's request: the policies are not told of it, and nothing is counted."""
         lease = Lease(owner, number, [], [], bytearray(), bytearray(), self.clock() + LEASE_S)
-        self._gather(lease, keys)
-        if not lease.slots:
+        if not self._gather(lease, keys, set()):
             return None
         try:
             self.leases.add(lease)
@@ -215,7 +221,7 @@ class Lookups:
         kept: int,
         asker: ClientHint,
         tenant: str | None,
-        brought: frozenset[BlockKey],
+        brought: Set[BlockKey],
     ) -> None:
         """Tell the policies of the request."""
         word = word_of(asker, len(wanted.chain) * self.layout.block_tokens)
@@ -250,8 +256,9 @@ class Lookups:
         except Exception as error:  # the first error is reported
             record_swallowed(error)
 
-    def _gather(self, lease: Lease, wanted: list[BlockKey]) -> None:
-        """Note the run's blocks, and lease those in host memory: room for the others must not be made of them."""
+    def _gather(self, lease: Lease, wanted: list[BlockKey], brought: set[BlockKey]) -> int:
+        """Add the run's next blocks to the lease, and lease those in host memory: room for the others must not be made
+        of them. The others are `brought` too. How many were found, of the first on."""
         slots = self.host_pool.find_leading(wanted)
         run = len(slots)
         sources, states = bytearray((Tier.HOST,)) * run, bytearray((LeaseState.PINNED,)) * run
@@ -262,6 +269,7 @@ class Lookups:
         while start < len(rest):
             absent = next((n for n in range(start, len(rest)) if on_host[n] is not None), len(rest))
             tiers = self.below.leading(rest[start:absent])
+            brought.update(rest[start : start + len(tiers)])
             slots += [NO_SLOT] * len(tiers)
             sources += tiers
             states += bytes((LeaseState.ONBOARDING,)) * len(tiers)
@@ -272,9 +280,12 @@ class Lookups:
             sources += bytes((Tier.HOST,)) * len(here)
             states += bytes((LeaseState.PINNED,)) * len(here)
             start = absent + len(here)
-        lease.keys, lease.slots = wanted[: len(slots)], slots
-        lease.sources, lease.states = sources, states
-        self.host_pool.lease_all(lease.pinned())
+        self.host_pool.lease_all([slot for slot in slots if slot != NO_SLOT] if run < len(slots) else slots)
+        lease.keys += wanted[: len(slots)]
+        lease.slots += slots
+        lease.sources += sources
+        lease.states += states
+        return len(slots)
 
     def _account(self, sources: bytes, leased: bytes, queried: int) -> None:
         """Count a lookup: the prompt's blocks by `sources`, and the bytes of all blocks `leased` for them."""

@@ -15,7 +15,8 @@ from typing import Generic, NamedTuple, Protocol
 
 from kvbm.block import Outcome, SlotIndex, alike
 from kvbm.clock import Clock
-from kvbm.manager.block_index import KeyT, KeyT_contra
+from kvbm.manager.block_index import KeyT_contra
+from kvbm.manager.key_table import KeyT
 from kvbm.manager.pool import SlotPool
 from kvbm.manager.queue_age import QueueAge
 from kvbm.observe import moves_log

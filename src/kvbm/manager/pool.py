@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from kvbm.block import NO_SLOT, BlockState, SlotIndex, Tier, Transition
-from kvbm.manager.block_index import BlockIndex, KeyT
+from kvbm.manager.block_index import BlockIndex
 from kvbm.manager.favouring import Favouring
+from kvbm.manager.key_table import KeyT
 from kvbm.policy import EvictionPolicy
 from kvbm.policy.contract import ClientWord, insert_tail, request_tail, tell_hint
-from kvbm.slices import SLICE_BLOCKS, sliced
+from kvbm.slices import SLICE_BLOCKS, at_once, sliced
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from kvbm.manager.slot_table import SlotTable
     from kvbm.policy.shares import Slots
 
+OFFERED_AT_ONCE = 4096
+"""Slots of which a policy learns in one slice that their leases have ended."""
 CAPACITY, RESET, CORRUPT, MISSING, TIER_OFF = "capacity", "reset", "corrupt", "missing", "tier_off"
 ABORTED = "aborted"
 EXPIRED = "expired"
@@ -75,17 +78,14 @@ class SlotPool(BlockIndex[KeyT]):
         self.on_committed: Callable[[Sequence[int]], None] | None = None
         self._chained = chained
         self._free = self._table.free_slots()
+        self.offered_at_once = OFFERED_AT_ONCE
+        # Slots whose last lease has ended, and that the policy was not told of yet.
+        self._ended: deque[Sequence[int]] = deque()
         self.unindexed_count = 0
         """Blocks found after a restart that cannot be found here yet. While there are some, nothing can be stored."""
         self.tails = bytearray(slot_count)  # whether a slot's block is one of a tail; others only read
 
     # ---- questions
-
-    def key_of(self, slot: int) -> KeyT:
-        """The key of a slot that is not free."""
-        key = self._keys[slot]
-        assert key is not None, f"slot {slot} is free"
-        return key
 
     def is_tail(self, slot: int) -> bool:
         """Whether the block in a slot that is not free came as one of a tail (see `reserve_chain`)."""
@@ -136,12 +136,6 @@ class SlotPool(BlockIndex[KeyT]):
         """Whether every slot is leased or being filled, so that no policy could make room. Looks at all slots."""
         idle = self.free_count or self.unindexed_count
         return not idle and self._table.count(BlockState.RESIDENT) == self._table.leased_count()
-
-    def resident(self) -> Iterator[tuple[SlotIndex, KeyT]]:
-        """Every resident slot with its key."""
-        for slot, state in enumerate(self._state):
-            if state == BlockState.RESIDENT:
-                yield SlotIndex(slot), self.key_of(slot)
 
     # ---- moves
 
@@ -198,7 +192,7 @@ class SlotPool(BlockIndex[KeyT]):
         self._table.mark_unranked(slots)
         self.unindexed_count -= len(slots)
         places: list[int] = slots.tolist()
-        self._slots.update(zip(keys, places, strict=True))
+        self._slots.put_each(keys, places)
         for slot, key, tail in zip(places, keys, tails.tolist(), strict=True):
             self._keys[slot], self.tails[slot] = key, tail
         if self.on_committed is not None:
@@ -255,8 +249,27 @@ class SlotPool(BlockIndex[KeyT]):
         self.unlease_all((slot,))
 
     def unlease_all(self, slots: Sequence[int]) -> None:
-        """`unlease` for many slots at once."""
-        self.policy.evictable(self._table.ranked(self._table.unlease(slots)))
+        """`unlease` for many slots at once. Of very many the policy learns in slices (`offer_ended`)."""
+        self._table.unlease(slots)
+        if len(slots) > self.offered_at_once:
+            self._ended.append(slots[self.offered_at_once :])
+            slots = slots[: self.offered_at_once]
+        self.policy.evictable(self._table.idle(slots))
+
+    def offer_ended(self) -> bool:
+        """Tell the policy of some of the slots whose last lease has ended. False: it knows of all."""
+        if not self._ended:
+            return False
+        slots = self._ended.popleft()
+        if len(slots) > self.offered_at_once:
+            self._ended.appendleft(slots[self.offered_at_once :])
+        self.policy.evictable(self._table.idle(slots[: self.offered_at_once]))
+        return True
+
+    @property
+    def has_ended(self) -> bool:
+        """Something is left for `offer_ended`."""
+        return bool(self._ended)
 
     def requested(
         self,
@@ -265,42 +278,31 @@ class SlotPool(BlockIndex[KeyT]):
         word: ClientWord | None = None,
         tenant: str | None = None,
         brought: Set[KeyT] = frozenset(),
+        slots: list[int] | None = None,
     ) -> int:
         """A request of the tenant, if that is known, came for this chain, of which its client says this; how many of
-        its first blocks are resident, without those that were `brought` here for it."""
+        its first blocks are resident, without those that were `brought` here for it. `slots` are those of `finding`."""
+        if slots is None:
+            slots = at_once(self.finding(keys, brought))
         self.favouring.asks(tenant, now_s)
-        slots = self._found_before(keys, brought)
-        self.policy.requested(keys, self._known_slots(slots), now_s)
+        self.policy.requested(keys, self._table.known(slots), now_s)
         if word is not None and keys:
             tell_hint(self.policy, keys[-1], word, now_s)
         return slots.index(NO_SLOT) if NO_SLOT in slots else len(slots)
 
     def requested_tail(self, keys: list[KeyT], now_s: float, brought: Set[KeyT] = frozenset()) -> None:
         """The same request wants these blocks of other groups too, of which these were `brought` here for it."""
-        request_tail(self.policy, keys, self._known_slots(self._found_before(keys, brought)), now_s)
-
-    def _found_before(self, keys: list[KeyT], brought: Set[KeyT]) -> list[int]:
-        """The slots of these blocks, `NO_SLOT` for one that is not here or was brought."""
-        slots = [NO_SLOT if slot is None else slot for slot in self.find_all(keys)]
-        if brought:
-            slots = [NO_SLOT if key in brought else slot for key, slot in zip(keys, slots, strict=True)]
-        return slots
-
-    def _known_slots(self, slots: list[int]) -> list[int]:
-        """The same, `NO_SLOT` for a block that the policy does not know yet."""
-        if not self._table.unranked_count:
-            return slots
-        return [slot if slot >= 0 and not self._table.is_unranked(slot) else NO_SLOT for slot in slots]
+        request_tail(self.policy, keys, self._table.known(self._found_before(keys, brought)), now_s)
 
     def slots_of(self, keys: Iterable[KeyT]) -> list[int]:
         """The slot that holds each of the blocks, resident or being filled; NO_SLOT for one that is not held, or that
         the policy does not know yet."""
-        slots = [self._slots.get(key, NO_SLOT) for key in keys]
+        slots = [NO_SLOT if slot is None else slot for slot in self._slots.find_each(keys)]
         if self.cleared_count:
             slots = [
                 slot if slot >= 0 and self._state[slot] != BlockState.FREE else NO_SLOT for slot in slots
             ]
-        return self._known_slots(slots)
+        return self._table.known(slots)
 
     def finished(self, key: KeyT, output_tokens: int, now_s: float) -> None:
         """The request whose chain ended with this key when it came has generated that many tokens, and no more."""
@@ -351,7 +353,7 @@ class SlotPool(BlockIndex[KeyT]):
 
     def _tidy_for(self, keys: Sequence[KeyT]) -> None:
         """Forget those of these blocks that were cleared, as they come again, and as many more as give them slots."""
-        again = [slot for key in keys if (slot := self._slots.get(key)) is not None]
+        again = [slot for slot in self._slots.find_each(keys) if slot is not None]
         self._forget_cleared(again[::-1])
         self._forget_cleared(self._table.last_cleared(max(0, len(keys) - len(self._free))))
 
@@ -367,16 +369,20 @@ class SlotPool(BlockIndex[KeyT]):
             (parent_slot,) if parent_slot >= 0 and self._state[parent_slot] == BlockState.RESIDENT else ()
         )
         self.lease_all(pinned)
-        victims = self.policy.victims(needed, keys, self._table, now_s)
-        self._empty(victims, Transition.EVICT, CAPACITY)
-        self.evicted[CAPACITY] += len(victims)
+        while needed > 0:
+            victims = self.policy.victims(needed, keys, self._table, now_s)
+            self._empty(victims, Transition.EVICT, CAPACITY)
+            self.evicted[CAPACITY] += len(victims)
+            needed -= len(victims)
+            if not self.offer_ended():  # else it may not know of more that could go
+                break
         self.unlease_all(pinned)
 
     def _fill(
         self, slots: Sequence[int], keys: Sequence[KeyT], parent_slot: int, now_s: float, tail: bool = False
     ) -> None:
         self._table.move(slots, Transition.RESERVE)
-        self._slots.update(zip(keys, slots, strict=True))
+        self._slots.put_each(keys, slots)
         for slot, key in zip(slots, keys, strict=True):
             self._keys[slot], self.tails[slot] = key, tail
         self._insert(slots, keys, parent_slot, now_s, tail)
@@ -404,12 +410,11 @@ class SlotPool(BlockIndex[KeyT]):
     def _forget(self, slots: Sequence[int], reason: str) -> None:
         keys = self._keys_of(slots)
         self._table.unmark_unranked(slots)
-        deque(map(self._slots.__delitem__, keys), maxlen=0)  # without a step of Python for each
+        self._slots.remove_each(keys)
         for slot in slots:
             self._keys[slot] = None
         self._free.extend(slots)
+        if self._gone is not None:
+            self._gone.update(slots)
         if self._on_emptied is not None and slots:
             self._on_emptied(slots, keys, reason)
-
-    def _keys_of(self, slots: Sequence[int]) -> list[KeyT]:
-        return [key for key in map(self._keys.__getitem__, slots) if key is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -25,6 +25,7 @@ from kvbm.manager.space import Space
 from kvbm.manager.traffic import Traffic
 from kvbm.observe import moves_log
 from kvbm.protocol import (
+    KEYS_PER_MESSAGE_MAX,
     REFUSED,
     Commit,
     CopiesHang,
@@ -46,7 +47,8 @@ from kvbm.protocol import (
 log = logging.getLogger("kvbm.manager")
 
 OUTPUT_TOKENS_MAX = 1 << 31
-RESERVED_AT_ONCE = 1024
+RESERVED_AT_ONCE = 512
+SPLIT_AT_ONCE = 8192
 
 
 class Requests:
@@ -99,7 +101,7 @@ class Requests:
 
     def lookup(self, session: Session, message: Lookup) -> Iterator[None]:
         """Find and lease the longest run; bring up its blocks that are on disk, a part of them in a turn."""
-        keys = _keys(message.keys)
+        keys = yield from _split_keys(message.keys)
         if not 0 <= message.skip <= len(keys):
             raise ProtocolError(f"lookup skip={message.skip} cannot be served: 0 to {len(keys)}")
         engine = self._membership.led_by(session)
@@ -114,12 +116,17 @@ class Requests:
             lease, no_room, refused, full, judged = yield from space.looking_up(
                 session.number, message.lookup, keys, message.skip, asker
             )
+            if len(keys) > SPLIT_AT_ONCE:
+                yield
             reached = message.skip + len(space.prompt_sources(lease)) + no_room + refused
             decided = yield from space.heard(asker, keys, max(reached, full), message.again)
+            generations = (yield from _generations(space, lease)) if lease is not None else ()
         finally:
             self._unanswered.discard(name)
         if self._membership.led_by(session) is not engine:  # it lost a rank meanwhile
             self._end_lease(space, session, message.lookup)
+            lease = None
+        if lease is not None and not space.leases.lasts(lease):  # its deadline has passed
             lease = None
         self._followers.asked(space, message.keys)
         told = decided_here(asker.verdicts, judged, decided)
@@ -141,11 +148,12 @@ class Requests:
         reply = LookupReply(
             lookup=message.lookup, no_room=no_room, refused=refused, full=full, verdicts=as_tuples(told)
         )
-        session.send(reply if lease is None else _with_lease(reply, space, lease, found))
+        session.send(reply if lease is None else _with_lease(reply, space, lease, found, generations))
 
     def says(self, session: Session, message: Says) -> Iterator[None]:
         """Do what a client says later of a chain that was looked up before."""
-        keys, engine, asker = _keys(message.keys), self._membership.led_by(session), heard(message)
+        keys = yield from _split_keys(message.keys)
+        engine, asker = self._membership.led_by(session), heard(message)
         if engine is not None:
             judged = yield from engine.space.judged(keys, asker)
             told = decided_here(asker.verdicts, judged, ())
@@ -178,7 +186,7 @@ class Requests:
 
     def reserve(self, session: Session, message: Reserve) -> Iterator[None]:
         """Slots for blocks that are not held yet; so many at once that other sessions need not wait for long."""
-        keys, parents = _keys(message.keys), _keys(message.parent)
+        blocks, parents = _count_keys(message.keys), _keys(message.parent)
         hashes, group, groups = message.hashes, message.group, message.groups
         if len(hashes) not in (0, len(message.keys)):
             raise ProtocolError(
@@ -186,46 +194,45 @@ class Requests:
             )
         if not 0 <= group <= GROUP_MAX:
             raise ProtocolError(f"reserve group={group} cannot be served: 0 to {GROUP_MAX}")
-        if len(groups) not in (0, len(keys)):
-            raise ProtocolError(
-                f"reserve groups of {len(groups)} bytes cannot be served: none, or {len(keys)}"
-            )
-        told = _facts(message, keys)
+        if len(groups) not in (0, blocks):
+            raise ProtocolError(f"reserve groups of {len(groups)} bytes cannot be served: none, or {blocks}")
+        _check_facts(message, blocks)
         if message.again:
             self._traffic.tried_again("store")
-        slots: list[int] = []
+        slots, generations = list[int](), list[int]()
         parent = parents[-1] if parents else None
-        for start in range(0, len(keys), RESERVED_AT_ONCE):
+        for start in range(0, blocks, RESERVED_AT_ONCE):
             if start:
                 yield
             engine = self._membership.led_by(session)  # it may have lost a rank meanwhile
             if engine is None or slots[-1:] == [REFUSED]:
-                rest = len(keys) - start
+                rest = blocks - start
                 slots += [REFUSED] * rest
                 if engine is not None:
                     self._traffic.metrics.add("kvbm_skipped_offloads_total", rest, reason="full")
                 break
             end = start + RESERVED_AT_ONCE
-            part, names = keys[start:end], hashes[start * KEY_BYTES : end * KEY_BYTES]
+            part, names = _part(message.keys, start, end), hashes[start * KEY_BYTES : end * KEY_BYTES]
             kinds = groups[start:end] or group
             given = engine.space.reserve(
                 session.number, message.store, parent, part, names, kinds, start > 0, message.tenant
             )
-            if told:
-                note_facts(engine.space.facts, engine.space.host_pool, part, given, told[start:end])
+            if message.tokens:
+                told = _facts(message, blocks, start, part)
+                note_facts(engine.space.facts, engine.space.host_pool, part, given, told)
             slots += given
+            generations += engine.space.arena.generations([slot for slot in given if slot >= 0])
             parent = part[-1]
-        engine = self._membership.led_by(session)
-        if engine is None:  # what was reserved by then ends with the session, or at its deadline
-            slots = [REFUSED] * len(keys)
-        generations = engine.space.arena.generations([slot for slot in slots if slot >= 0]) if engine else ()
-        session.send(ReserveReply(store=message.store, slots=tuple(slots), generations=generations))
+        if self._membership.led_by(session) is None:
+            # What was reserved by then ends with the session, or at its deadline.
+            slots, generations = [REFUSED] * blocks, []
+        session.send(ReserveReply(store=message.store, slots=tuple(slots), generations=tuple(generations)))
 
-    def commit(self, session: Session, message: Commit) -> None:
+    def commit(self, session: Session, message: Commit) -> Iterator[None]:
         """All ranks wrote their slots: the blocks can be found from now on."""
         engine = self._membership.of(session)
         if engine is not None and engine.leader is session:
-            stored = engine.space.commit(session.number, message.store, message.failed)
+            stored = yield from engine.space.committing(session.number, message.store, message.failed)
             self._traffic.stored(engine.space.layout, stored, message.seconds)
             self._traffic.reserved(engine.label, message.answer_s)
 
@@ -300,11 +307,23 @@ class Requests:
                     session.send(Progress(lookup=lease.number, ready=0, final=True))
 
 
-def _with_lease(reply: LookupReply, space: Space, lease: Lease, sources: bytes) -> LookupReply:
+def _generations(space: Space, lease: Lease) -> Generator[None, None, Sequence[int]]:
+    """The generations of a lease's slots, in several turns; they are of use while it lasts."""
+    found = list[int]()
+    while len(found) < len(lease.slots) and space.leases.lasts(lease):
+        if found:
+            yield
+        found += space.arena.generations(lease.slots[len(found) : len(found) + SPLIT_AT_ONCE])
+    return found
+
+
+def _with_lease(
+    reply: LookupReply, space: Space, lease: Lease, sources: bytes, generations: Sequence[int]
+) -> LookupReply:
     return msgspec.structs.replace(
         reply,
         slots=tuple(lease.slots),
-        generations=space.arena.generations(lease.slots),
+        generations=tuple(generations[: len(lease.slots)]),
         ready=lease.ready,
         sources=sources,
         arrival_s=space.arrival_s(lease),
@@ -332,27 +351,58 @@ def _of_prompt(lease: Lease | None, blocks: int) -> int:
     return lease.prompt_blocks if blocks >= len(lease.slots) > 0 else 0
 
 
-def _keys(joined: bytes) -> list[BlockKey]:
-    if len(joined) % KEY_BYTES:
+def _count_keys(joined: bytes) -> int:
+    """How many keys these are. Raises ProtocolError."""
+    blocks, rest = divmod(len(joined), KEY_BYTES)
+    if rest:
         raise ProtocolError(f"keys of {len(joined)} bytes cannot be served: a multiple of {KEY_BYTES}")
-    return split_keys(joined)
+    if blocks > KEYS_PER_MESSAGE_MAX:
+        raise ProtocolError(f"{blocks} keys cannot be served in one message: at most {KEYS_PER_MESSAGE_MAX}")
+    return blocks
 
 
-def _facts(message: Reserve, keys: list[BlockKey]) -> list[SlotFact]:
-    """What is said of the blocks to be stored; empty where nothing is. Raises ProtocolError."""
+def _part(joined: bytes, start: int, end: int) -> list[BlockKey]:
+    """The keys from number `start` up to `end`."""
+    return split_keys(joined[start * KEY_BYTES : end * KEY_BYTES])
+
+
+def _keys(joined: bytes) -> list[BlockKey]:
+    """The few keys of a message. Raises ProtocolError."""
+    return _part(joined, 0, _count_keys(joined))
+
+
+def _split_keys(joined: bytes) -> Generator[None, None, list[BlockKey]]:
+    """The many keys of a message, in several turns. Raises ProtocolError."""
+    keys = list[BlockKey]()
+    for start in range(0, _count_keys(joined), SPLIT_AT_ONCE):
+        if start:
+            yield
+        keys += _part(joined, start, start + SPLIT_AT_ONCE)
+    return keys
+
+
+def _check_facts(message: Reserve, blocks: int) -> None:
+    """Raise ProtocolError for what cannot be said of so many blocks."""
     if not message.tokens:
-        return []
-    hashes = split_keys(message.hashes) if message.hashes else keys
+        return
+    each, rest = divmod(len(message.tokens), blocks) if blocks else (0, 1)
+    if rest or each % TOKEN_BYTES or len(message.before or message.parent) not in (0, KEY_BYTES):
+        raise ProtocolError(
+            f"reserve tokens of {len(message.tokens)} bytes for {blocks} blocks cannot be served: as many for each"
+        )
+    if len(message.facts) not in (0, blocks):
+        raise ProtocolError(
+            f"reserve facts of {len(message.facts)} blocks cannot be served: none, or {blocks}"
+        )
+
+
+def _facts(message: Reserve, blocks: int, start: int, part: list[BlockKey]) -> list[SlotFact]:
+    """What is said of a part of the blocks, from number `start` on."""
+    each, end = len(message.tokens) // blocks, start + len(part)
+    hashes = _part(message.hashes, start, end) if message.hashes else part
     before = message.before or message.parent
-    each, rest = divmod(len(message.tokens), len(keys)) if keys else (0, 1)
-    if rest or each % TOKEN_BYTES or len(before) not in (0, KEY_BYTES):
-        raise ProtocolError(
-            f"reserve tokens of {len(message.tokens)} bytes for {len(keys)} blocks cannot be served: as many for each"
-        )
-    if len(message.facts) not in (0, len(keys)):
-        raise ProtocolError(
-            f"reserve facts of {len(message.facts)} blocks cannot be served: none, or {len(keys)}"
-        )
-    facts = message.facts or (b"",) * len(keys)
-    tokens = (message.tokens[i * each : (i + 1) * each] for i in range(len(keys)))
+    if start:
+        before = (message.hashes or message.keys)[(start - 1) * KEY_BYTES : start * KEY_BYTES]
+    facts = message.facts[start:end] or (b"",) * len(part)
+    tokens = (message.tokens[i * each : (i + 1) * each] for i in range(start, end))
     return [SlotFact(*fact) for fact in zip(hashes, (before, *hashes), tokens, facts, strict=False)]

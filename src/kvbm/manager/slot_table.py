@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvbm.block import TRANSITIONS, BlockState, Transition
+from kvbm.block import NO_SLOT, TRANSITIONS, BlockState, Transition
 
 _FEW = 12
 """Up to so many slots a loop is faster than a call of numpy."""
@@ -102,6 +102,13 @@ class SlotTable:
         unranked = self._unranked
         return [slot for slot in slots if not unranked[slot]]
 
+    def known(self, slots: list[int]) -> list[int]:
+        """The same (or `NO_SLOT`), `NO_SLOT` for one that is unranked."""
+        if not self.unranked_count:
+            return slots
+        unranked = self._unranked
+        return [slot if slot >= 0 and not unranked[slot] else NO_SLOT for slot in slots]
+
     def unmark_unranked(self, slots: Sequence[int]) -> None:
         """The policy knows the blocks in these slots, or they have gone."""
         if self.unranked_count:
@@ -152,19 +159,27 @@ class SlotTable:
         assert resident.all(), "only resident slots are leased"
         self._add(index, 1)
 
-    def unlease(self, slots: Sequence[int]) -> Sequence[int]:
-        """One lease less on each. Returns the slots that have none any more, each once."""
+    def unlease(self, slots: Sequence[int]) -> None:
+        """One lease less on each."""
         counts = self._counts
         if len(slots) <= _FEW:
             for slot in slots:
                 assert counts[slot] > 0, "a lease that was never taken"
                 counts[slot] -= 1
-            return [slot for slot in dict.fromkeys(slots) if not counts[slot]]
+            return
         index = _index(slots)
         self._add(index, -1)
-        left = self._counts_at[index]
-        assert left.min() >= 0, "a lease that was never taken"
-        return _distinct(index[left == 0])
+        assert self._counts_at[index].min() >= 0, "a lease that was never taken"
+
+    def idle(self, slots: Sequence[int]) -> Sequence[int]:
+        """Those of the slots that are resident, have no lease and are not unranked, each once."""
+        if len(slots) <= _FEW:
+            state, counts = self.state, self._counts
+            some = [slot for slot in slots if state[slot] == BlockState.RESIDENT and not counts[slot]]
+            return self.ranked(list(dict.fromkeys(some)))
+        index = _index(slots)
+        resident = self._states_at[index] == int(BlockState.RESIDENT)
+        return self.ranked(_distinct(index[resident & (self._counts_at[index] == 0)]))
 
     def _add(self, index: np.ndarray, change: int) -> None:
         """Change the number of leases of each, as often as it stands there."""

@@ -6,6 +6,7 @@ Calls answer at once; blocks that arrive later are announced through `on_progres
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import chain
 
@@ -42,7 +43,7 @@ from kvbm.tiers.contract import RunTier
 from kvbm.tiers.host import HostArena
 from kvbm.tiers.remote.contract import RemoteTier
 
-RELEASED_AT_ONCE = 8192
+RELEASED_AT_ONCE = 4096
 """Blocks whose leases end in one slice."""
 
 
@@ -82,9 +83,9 @@ class Space:
         self.disk = self._make_disk(medium, host, admission, tail_groups) if medium is not None else None
         self.remotes = sides_of(remotes, host, options, metrics, clock, on_progress, self.departed.not_sent)
         self.below = Below(host, self.disk, self.remotes, options.brought_at_once)
-        self._usage = Usage(lambda: self.pools, self.below.downward, clock)
+        self.usage = Usage(lambda: self.pools, self.below.downward, clock)
         self.heat = PrefixHeat()
-        self._retaining = Retaining(layout, self._keeping_pools, clock)
+        self.retaining = Retaining(layout, self._keeping_pools, clock)
         self.lookups = self._make_lookups()
         self._storing = self._make_storing(tail_groups)
         brings_up = bool(self.below) and not options.staging
@@ -123,12 +124,13 @@ class Space:
             self.host_pool,
             self.below,
             self.leases,
-            self._usage,
+            self.usage,
             self.options.staging,
             self._metrics,
             self._clock,
             self.heat,
-            self._retaining,
+            self.retaining,
+            self.options.found_at_once,
         )
 
     def _make_storing(self, tail_groups: frozenset[int]) -> Storing:
@@ -140,12 +142,13 @@ class Space:
             below=self.below,
             downward=self.below.downward,
             reservations=self.reservations,
-            usage=self._usage,
-            deadlines=self._retaining.deadlines,
+            usage=self.usage,
+            deadlines=self.retaining.deadlines,
             departed=self.departed,
             full=moves_log.FullPool("host", self._clock),
             staging=self.options.staging,
             tail_groups=tail_groups,
+            slice_blocks=self.options.slice_blocks,
             metrics=self._metrics,
             clock=self._clock,
         )
@@ -187,10 +190,10 @@ class Space:
 
     def judged(self, keys: Sequence[BlockKey], asker: ClientHint) -> Judging:
         """Do what a client says of a chain that it does not ask for now (see `retaining`)."""
-        judged = yield from self._retaining.judge(keys, asker)
+        judged = yield from self.retaining.judge(keys, asker)
         word = word_of(asker, len(keys) * self.layout.block_tokens)
         if word is not None and keys:
-            self._usage.note_word(keys[-1], word)
+            self.usage.note_word(keys[-1], word)
         return judged
 
     def arrival_s(self, lease: Lease) -> float:
@@ -243,15 +246,20 @@ class Space:
 
     def commit(self, owner: Owner, number: int, failed: Sequence[int] = ()) -> int:
         """The owner's workers filled the slots, except those at positions `failed`. Returns the number committed."""
-        return self._storing.commit(owner, number, failed)
+        return at_once(self.committing(owner, number, failed))
+
+    def committing(self, owner: Owner, number: int, failed: Sequence[int] = ()) -> Generator[None, None, int]:
+        """`commit` in several turns."""
+        return self._storing.committing(owner, number, failed)
 
     def release_later(self, leases: Sequence[Lease]) -> None:
         """End many leases, in slices."""
-        self.work_later(self._releasing(leases))
+        self.work_later(self._releasing(deque(leases)))
 
-    def _releasing(self, leases: Sequence[Lease]) -> Iterator[None]:
+    def _releasing(self, leases: deque[Lease]) -> Iterator[None]:
         blocks = 0
-        for lease in leases:
+        while leases:
+            lease = leases.popleft()  # it is freed in its slice: the keys of all take a while
             self.release(lease.owner, lease.number)
             blocks += len(lease.states)
             if blocks >= RELEASED_AT_ONCE:
@@ -268,7 +276,7 @@ class Space:
 
     def finished(self, key: BlockKey, output_tokens: int) -> None:
         """The request whose prompt ended with this key has ended."""
-        self._usage.note_end(key, output_tokens)
+        self.usage.note_end(key, output_tokens)
         self.foresight.finished(key)
 
     # ---- time
@@ -294,7 +302,9 @@ class Space:
         """Do a slice of what can wait while clients are answered: index a disk, give back the slots of cleared blocks,
         end leases, tell the policies what happened. False: nothing was left."""
         done = self._backlog.advance()
-        return self._usage.tell() or done
+        for pool in self.pools:
+            done = pool.offer_ended() or done
+        return self.usage.tell() or done
 
     def work_later(self, work: Iterator[None]) -> None:
         """Do the first slice of this now, and the others in `catch_up`."""
@@ -317,7 +327,7 @@ class Space:
         return [r for r in self.reservations.overdue(self._clock()) if not r.condemned]
 
     def _drop_expired(self) -> None:
-        self._retaining.deadlines.drop(self.pools, self._clock())
+        self.retaining.deadlines.drop(self.pools, self._clock())
 
     def clear(self, tier: str = "") -> tuple[int, int]:
         """Drop every block that is not in use, of one tier or of all. Returns (dropped, in use)."""
@@ -344,7 +354,7 @@ class Space:
                 dropped, in_use = dropped + gone, in_use + kept
                 self.work_later(pool.tidying(self.options.slice_blocks))
         if not tier:
-            self.work_later(self._retaining.deadlines.clearing())
+            self.work_later(self.retaining.deadlines.clearing())
         return dropped, in_use
 
     @property
@@ -360,22 +370,13 @@ class Space:
     @property
     def behind(self) -> bool:
         """There is something left to do for `catch_up`."""
-        return (bool(self._backlog) or bool(self._usage)) and not self.failure
-
-    @property
-    def untold_keys(self) -> int:
-        """Keys of what the policies do not know of yet."""
-        return self._usage.pending_keys
-
-    @property
-    def deadline_count(self) -> int:
-        """Blocks that are to be dropped at a time."""
-        return len(self._retaining.deadlines)
+        left = bool(self._backlog) or bool(self.usage) or any(pool.has_ended for pool in self.pools)
+        return left and not self.failure
 
     @property
     def busy(self) -> bool:
         """Blocks are on their way between host memory and the tiers below."""
-        return bool(self.below) and (self.below.queued_count > 0 or bool(self._usage))
+        return bool(self.below) and (self.below.queued_count > 0 or bool(self.usage))
 
     @property
     def pools(self) -> tuple[SlotPool[BlockKey], ...]:

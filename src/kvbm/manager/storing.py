@@ -25,15 +25,14 @@ from kvbm.manager.usage import OFFERED_AT_ONCE, Usage
 from kvbm.observe import moves_log
 from kvbm.observe.metrics import Metrics
 from kvbm.protocol import HELD, REFUSED
-from kvbm.slices import SLICE_BLOCKS
 
 RESERVATION_S = 120.0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Storing:
-    """The stores of one space. Owned by the manager's thread. `staging` and `tail_groups` are the space's; `full` logs
-    that host memory is."""
+    """The stores of one space. Owned by the manager's thread. `staging`, `tail_groups` and `slice_blocks` are the
+    space's; `full` logs that host memory is."""
 
     layout: BlockLayout
     host_pool: SlotPool[BlockKey]
@@ -48,6 +47,7 @@ class Storing:
     full: moves_log.FullPool
     staging: bool
     tail_groups: frozenset[int]
+    slice_blocks: int
     metrics: Metrics
     clock: Clock
 
@@ -113,29 +113,43 @@ class Storing:
             self.reservations.add(mine)
         return answer
 
-    def commit(self, owner: Owner, number: int, failed: Sequence[int] = ()) -> int:
-        """The owner's workers filled the slots, except those at positions `failed`. Returns the number committed."""
+    def committing(self, owner: Owner, number: int, failed: Sequence[int] = ()) -> Generator[None, None, int]:
+        """The owner's workers filled the slots, except those at positions `failed`. Returns the number committed.
+
+        In slices, the first blocks first: what is condemned or stale when its turn comes is not committed.
+        """
         mine = self.reservations.get(owner, number)
-        if mine is None or mine.condemned:
-            return 0
-        self.reservations.pop(owner, number)
-        bad = set(range(len(mine.slots))) if mine.stale else set(failed)
-        if bad:
-            self.host_pool.abort_all([slot for i, slot in enumerate(mine.slots) if i in bad][::-1])
-        good = [i for i in range(len(mine.slots)) if i not in bad] if bad else range(len(mine.slots))
-        self.host_pool.commit_all([mine.slots[i] for i in good] if bad else mine.slots)
+        bad, done, committed = frozenset(failed), 0, 0
+        short = mine is not None and len(mine.slots) <= OFFERED_AT_ONCE
+        while mine is not None and not mine.condemned:
+            part = mine.take(self.slice_blocks)
+            good = [i for i in range(len(part.slots)) if done + i not in bad] if not mine.stale else []
+            done += len(part.slots)
+            if not mine.slots:
+                self.reservations.pop(owner, number)
+            committed += self._commit_part(part, good, short)
+            if not mine.slots:
+                break
+            yield
+        return committed
+
+    def _commit_part(self, part: Reservation, good: Sequence[int], short: bool) -> int:
+        """Commit the blocks at the positions `good`, and free the slots of the others. Returns how many were good.
+        The tiers below are offered those of a `short` store at once, and learn of others later."""
+        keys, parents, slots = part.keys, part.parents, part.slots
+        if len(good) < len(slots):
+            bad = sorted({*range(len(slots))}.difference(good), reverse=True)
+            self.host_pool.abort_all([slots[i] for i in bad])
+            keys, parents = [keys[i] for i in good], [parents[i] for i in good]
+            slots = [slots[i] for i in good]
+        self.host_pool.commit_all(slots)
         moves_log.added(len(good), "host")
         self.metrics.add("kvbm_offload_blocks_d2h", 0 if self.staging else len(good))
-        self.metrics.add(
-            "kvbm_transfer_bytes_total",
-            len(good) * self.layout.shard_bytes * self.layout.shard_count,
-            source="device",
-            target="host",
-        )
+        size = len(good) * self.layout.shard_bytes * self.layout.shard_count
+        self.metrics.add("kvbm_transfer_bytes_total", size, source="device", target="host")
         if self.downward:
-            keys, parents = [mine.keys[i] for i in good], [mine.parents[i] for i in good]
             # Blocks in a staging area are safe from eviction once they are queued: that cannot wait.
-            if self.staging or len(keys) <= OFFERED_AT_ONCE:
+            if self.staging or short:
                 self.downward.committed(keys, parents)
             else:
                 self.usage.note_stored(keys, parents)
@@ -146,10 +160,10 @@ class Storing:
         """Free a reservation's slots, the last ones first, in slices. The caller knows that no worker writes to them
         any more."""
         slots = reservation.slots
-        if self.reservations.get(reservation.owner, reservation.number) is reservation:
+        if self.reservations.lasts(reservation):
             while slots:
-                self.host_pool.abort_all(slots[: -SLICE_BLOCKS - 1 : -1])
-                del slots[-SLICE_BLOCKS:]
+                self.host_pool.abort_all(slots[: -self.slice_blocks - 1 : -1])
+                del slots[-self.slice_blocks :]
                 yield
             self.reservations.pop(reservation.owner, reservation.number)
 

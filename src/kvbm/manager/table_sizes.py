@@ -37,8 +37,8 @@ def space_tables(space: Space) -> Iterator[TableReport]:
         yield from _pool_tables(pool)
     most = TIERS_OF_FATES * GENERATIONS * GENERATION_BLOCKS
     yield _table("blocks that left a tier", len(space.departed), most, _KEY_BYTES)
-    yield _table("blocks to be told to policies", space.untold_keys, PENDING_KEYS_MAX, _KEY_BYTES)
-    yield _table("deadlines of blocks", space.deadline_count, DEADLINES_MAX, 120)
+    yield _table("blocks to be told to policies", space.usage.pending_keys, PENDING_KEYS_MAX, _KEY_BYTES)
+    yield _table("deadlines of blocks", len(space.retaining.deadlines), DEADLINES_MAX, 120)
     sessions = space.foresight.sessions
     yield _table("named sessions", sessions.count, SESSIONS_MAX, 1500)
     yield _table("blocks of named sessions", sessions.key_count, SESSION_KEYS_MAX, 33)

@@ -7,7 +7,7 @@ not wait for it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from kvbm.block import BlockKey, Tier
@@ -33,7 +33,7 @@ class _Requested:
     taken_up: bool = False
     word: ClientWord | None = None
     tenant: str | None = None
-    brought: frozenset[BlockKey] = frozenset()
+    brought: Set[BlockKey] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Usage:
         taken_up: bool = False,
         word: ClientWord | None = None,
         tenant: str | None = None,
-        brought: frozenset[BlockKey] = frozenset(),
+        brought: Set[BlockKey] = frozenset(),
     ) -> None:
         """A request came for this chain; its first `found` blocks were in a tier or on the device. It wants these tails
         of other groups too; the first of them was found behind those blocks where `taken_up`. Its client says `word`.
@@ -153,7 +153,8 @@ class Usage:
                 pool = self._pools()[tier]
                 # Told late, a policy would take blocks that were read meanwhile for hits of its own.
                 brought = news.brought if pool.tier is Tier.HOST else frozenset()
-                pool.requested(news.keys, self._clock(), news.word, news.tenant, brought)
+                slots = yield from pool.finding(news.keys, brought)
+                pool.requested(news.keys, self._clock(), news.word, news.tenant, slots=slots)
                 for tail in news.tails:
                     pool.requested_tail(tail, self._clock(), brought)
                 yield

@@ -240,12 +240,11 @@ class Favours:
     def _label(self, slots: Sequence[int]) -> None:
         if self._newcomer == NOBODY:
             return
-        here, label = [slot for slot in slots if slot >= 0], self.shares.label
-        for slot in here if self._refused_for else ():
-            refused = self._refused_for.get(label[slot])
-            if label[slot] != self._newcomer and refused is not None and refused.pop(slot, self) is None:
-                self._returning[slot] = None
-        self.shares.give(here, self._newcomer)
+        for number, moved in self.shares.give(slots, self._newcomer):
+            refused = self._refused_for.get(number)
+            for slot in moved if refused else ():
+                if refused is not None and refused.pop(slot, self) is None:
+                    self._returning[slot] = None
 
     def _fill(self, keys: Sequence[Hashable], slots: Sequence[int], now_s: float) -> None:
         self._filling.update(slots)

@@ -98,17 +98,23 @@ class Shares:
         self.held[number] += len(slots)
         self._judge(number)
 
-    def give(self, slots: Iterable[int], number: int) -> None:
-        """The blocks in these slots are the tenant's, whosever they were taken for."""
-        label, held = self.label, self.held
-        moved = [slot for slot in slots if label[slot] != number]
-        losers = {label[slot] for slot in moved}
-        for slot in moved:
-            held[label[slot]] -= 1
-            label[slot] = number
-        held[number] += len(moved)
-        for each in (*losers, number) if moved else ():
+    def give(self, slots: Sequence[int], number: int) -> list[tuple[int, np.ndarray]]:
+        """The blocks in these slots (-1 is none) are the tenant's, whosever they were taken for: the numbers of those,
+        each with its slots."""
+        label, at = np.frombuffer(self.label, np.uint16), np.fromiter(slots, np.intp, len(slots))
+        at = at[at >= 0]
+        at = at[label[at] != number]
+        if not len(at):
+            return []
+        before = label[at]
+        moved = [(each, at[before == each]) for each in np.flatnonzero(np.bincount(before)).tolist()]
+        label[at] = number
+        for each, theirs in moved:
+            self.held[each] -= len(theirs)
+        self.held[number] += len(at)
+        for each in (*(each for each, _ in moved), number):
             self._judge(each)
+        return moved
 
     def free(self, slots: Iterable[int]) -> None:
         """These slots hold nothing any more."""

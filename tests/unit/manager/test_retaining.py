@@ -271,7 +271,7 @@ def test_what_is_in_use_or_continued_goes_later(make_manager: Callable[..., Mana
     manager.space().release(-1, 1)
     manager.tick(AGAIN_S + TICK_S)
     assert held(manager, KEYS[:6]) == [0]
-    assert not manager.space()._retaining.deadlines
+    assert not manager.space().retaining.deadlines
 
 
 def test_deadlines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

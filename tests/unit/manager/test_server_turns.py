@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvbm.clock import ManualClock
 from kvbm.hashing import chain_keys, join_keys
 from kvbm.manager import disk_health, recovery
 from kvbm.manager import space as space_module
@@ -28,46 +26,16 @@ from kvbm.protocol import (
     ResetReply,
 )
 from kvbm.slices import SLICE_BLOCKS
-from rigs.manager import KEYS, LAYOUT, Client, ManagerBench, connect_operator, store
-
-LONG = chain_keys(
-    bytes(31) + b"L", range((2 * RESERVED_AT_ONCE + 100) * LAYOUT.block_tokens), LAYOUT.block_tokens
-)
-
-
-class HurriedClock(ManualClock):
-    """While `hurried`, every look at it takes longer than a turn may: no turn has time for a second message."""
-
-    hurried = False
-
-    def __call__(self) -> float:
-        if self.hurried:
-            self.advance(0.01)
-        return super().__call__()
+from rigs.hurried import LONG, HurriedClock, Recorder, arrived, hurry, lookups
+from rigs.manager import KEYS, LAYOUT, ManagerBench, connect_operator, store
 
 
 @pytest.fixture
 def manager(tmp_path: Path) -> Iterator[ManagerBench]:
-    bench = ManagerBench(tmp_path, clock=HurriedClock(50.0), host_blocks=2 * RESERVED_AT_ONCE + 200)
+    bench = ManagerBench(tmp_path, clock=HurriedClock(50.0), host_blocks=4 * RESERVED_AT_ONCE + 200)
     yield bench
     bench.check()
     bench.close()
-
-
-def hurry(manager: ManagerBench) -> None:
-    assert isinstance(manager.clock, HurriedClock)
-    manager.clock.hurried = True
-
-
-def arrived(client: Client) -> list[FromManager]:
-    """The client's messages by now; the manager does nothing meanwhile."""
-    return client.channel.receive()
-
-
-def lookups(client: Client, count: int, keys: list[Any]) -> None:
-    """Many questions in one go, without a turn in between."""
-    for number in range(1, count + 1):
-        client.channel.send(Lookup(lookup=number, keys=join_keys(keys)))
 
 
 def test_one_session_asks_much_and_the_other_is_answered_at_its_turn(manager: ManagerBench) -> None:
@@ -99,21 +67,6 @@ def test_messages_sent_before_the_end_of_a_session_are_handled(manager: ManagerB
         manager.server.step(0.0)
     assert manager.metrics.value("kvbm_lookups_total", outcome="hit") == 20
     assert manager.space().host_pool.counts().leased == 0, "and then its leases end"
-
-
-class Recorder:
-    """A policy that says when it learns of requests."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.requests = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def requested(self, *args: Any) -> None:
-        self.requests += 1
-        self.inner.requested(*args)
 
 
 def test_policies_learn_of_requests_when_nobody_asks(manager: ManagerBench) -> None:

@@ -23,9 +23,10 @@ def test_leases_add_up_however_the_slots_lie(seed: int) -> None:
     for _ in range(120):
         if taken and rng.random() < 0.5:
             slots = taken.pop(rng.randrange(len(taken)))
-            ended = table.unlease(slots)
+            table.unlease(slots)
             counts.subtract(slots)
-            assert sorted(ended) == sorted({slot for slot in slots if not counts[slot]}), "each of them once"
+            idle = table.idle(slots)
+            assert sorted(idle) == sorted({slot for slot in slots if not counts[slot]}), "each of them once"
         else:
             first, count = rng.randrange(SLOTS // 2), rng.choice((1, 3, 50, 150))
             slots = list(range(first, first + count))
@@ -47,7 +48,19 @@ def test_a_run_whose_leases_end_is_given_as_a_range() -> None:
     table.move(range(100), Transition.RESERVE)
     table.move(range(100), Transition.COMMIT)
     table.lease(list(range(20, 60)))
-    assert table.unlease(list(range(20, 60))) == range(20, 60)
+    table.unlease(list(range(20, 60)))
+    assert table.idle(list(range(20, 60))) == range(20, 60)
+
+
+@pytest.mark.parametrize("count", [3, 60])
+def test_slots_that_hold_no_block_or_are_leased_are_not_idle(count: int) -> None:
+    table = SlotTable(100)
+    table.move(range(count), Transition.RESERVE)
+    table.move(range(count), Transition.COMMIT)
+    table.lease([0])
+    table.move([1], Transition.EVICT)
+    assert list(table.idle(range(count))) == list(range(2, count))
+    assert not table.idle(range(count, count + 30)), "they are free"
 
 
 @pytest.mark.parametrize("count", [3, 60])

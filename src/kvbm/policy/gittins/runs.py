@@ -351,7 +351,8 @@ class RunTree:
     def _assign(self, slots: Sequence[int], run: int) -> None:
         """The blocks in these slots belong to this run now."""
         if len(slots) > _FEW:
-            np.frombuffer(self.run_of, np.int32)[np.fromiter(slots, np.intp, len(slots))] = run
+            numbers = slots if isinstance(slots, array) else array("i", slots)
+            np.frombuffer(self.run_of, np.int32)[np.frombuffer(numbers, np.int32)] = run
             return
         for slot in slots:
             self.run_of[slot] = run
