@@ -259,12 +259,12 @@ class Space:
     def _releasing(self, leases: deque[Lease]) -> Iterator[None]:
         blocks = 0
         while leases:
-            lease = leases.popleft()  # it is freed in its slice: the keys of all take a while
-            self.release(lease.owner, lease.number)
-            blocks += len(lease.states)
             if blocks >= RELEASED_AT_ONCE:
                 blocks = 0
                 yield
+            lease = leases.popleft()  # it is freed in its slice: the keys of all take a while
+            self.release(lease.owner, lease.number)
+            blocks += len(lease.states)
 
     def abort(self, reservation: Reservation) -> None:
         """Free a reservation's slots. The caller knows that no worker writes to them any more."""
@@ -301,10 +301,8 @@ class Space:
     def catch_up(self) -> bool:
         """Do a slice of what can wait while clients are answered: index a disk, give back the slots of cleared blocks,
         end leases, tell the policies what happened. False: nothing was left."""
-        done = self._backlog.advance()
-        for pool in self.pools:
-            done = pool.offer_ended() or done
-        return self.usage.tell() or done
+        done = sum(pool.offer_ended() for pool in self.pools) + self._backlog.advance()
+        return self.usage.tell() or done > 0
 
     def work_later(self, work: Iterator[None]) -> None:
         """Do the first slice of this now, and the others in `catch_up`."""
@@ -370,8 +368,8 @@ class Space:
     @property
     def behind(self) -> bool:
         """There is something left to do for `catch_up`."""
-        left = bool(self._backlog) or bool(self.usage) or any(pool.has_ended for pool in self.pools)
-        return left and not self.failure
+        left = self._backlog or self.usage or any(pool.has_ended for pool in self.pools)
+        return bool(left) and not self.failure
 
     @property
     def busy(self) -> bool:
