@@ -21,7 +21,16 @@ from kvbm.framing import encode
 from kvbm.hashing import join_keys
 from kvbm.manager import node_door
 from kvbm.manager.node_door import NodeDoor
-from kvbm.protocol import PROTOCOL_VERSION, FromManager, Hello, Lookup, LookupReply, Ready, Welcome
+from kvbm.protocol import (
+    KEYS_PER_MESSAGE_MAX,
+    PROTOCOL_VERSION,
+    FromManager,
+    Hello,
+    Lookup,
+    LookupReply,
+    Ready,
+    Welcome,
+)
 from rigs.certificates import make_node
 from rigs.manager import DEADLINE_S, KEYS, ManagerBench, store
 
@@ -121,11 +130,11 @@ def test_messages_of_megabytes_pass_whole(way: Way) -> None:
     channel.send(LEADER)
     way.expect(channel), way.expect(channel)
     source = random.Random(1)
-    for number in range(3):
-        channel.queue(Lookup(lookup=number, keys=KEYS[0] + source.randbytes(32 * 100_000)))
+    for number in range(5):
+        channel.queue(Lookup(lookup=number, keys=KEYS[0] + source.randbytes(32 * (KEYS_PER_MESSAGE_MAX - 1))))
     channel.flush()
-    numbers = [found.lookup for _ in range(3) if isinstance(found := way.expect(channel), LookupReply)]
-    assert numbers == [0, 1, 2]
+    numbers = [found.lookup for _ in range(5) if isinstance(found := way.expect(channel), LookupReply)]
+    assert numbers == list(range(5))
 
 
 def test_a_session_ends_at_both_ends(way: Way) -> None:
