@@ -71,6 +71,7 @@ def test_a_pinned_prompt_survives_what_evicts_and_resets(node: Node, prompt: str
         "type": "reset_done",
         "dropped": 5,
         "in_use": 0,
+        "undone": "",
     }
     assert node.kvbm("unpin", "--prompt-file", prompt)[0] == 1
     assert len(keys) == len(TOKENS) // LAYOUT.block_tokens

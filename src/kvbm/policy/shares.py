@@ -98,7 +98,7 @@ class Shares:
         self.held[number] += len(slots)
         self._judge(number)
 
-    def give(self, slots: Sequence[int], number: int) -> list[tuple[int, np.ndarray]]:
+    def give(self, slots: Sequence[int], number: int) -> list[tuple[int, list[int]]]:
         """The blocks in these slots (-1 is none) are the tenant's, whosever they were taken for: the numbers of those,
         each with its slots."""
         label, at = np.frombuffer(self.label, np.uint16), np.fromiter(slots, np.intp, len(slots))
@@ -107,7 +107,7 @@ class Shares:
         if not len(at):
             return []
         before = label[at]
-        moved = [(each, at[before == each]) for each in np.flatnonzero(np.bincount(before)).tolist()]
+        moved = [(each, at[before == each].tolist()) for each in np.flatnonzero(np.bincount(before)).tolist()]
         label[at] = number
         for each, theirs in moved:
             self.held[each] -= len(theirs)
