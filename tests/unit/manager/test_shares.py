@@ -249,3 +249,13 @@ def test_room_among_many_tenants_is_made_in_few_answers(poor: bool) -> None:
     assert favours is not None
     assert all(favours.shares.held[favours.shares.number(str(tenant))] >= floor for tenant in range(tenants))
     pool.check()
+
+
+def test_slots_that_are_given_are_integers_of_python() -> None:
+    """Policies ask sets and bounds for them, where numpy's would be slow, and refused."""
+    shares = Shares(64, 0.5)
+    first, second = shares.number("a"), shares.number("b")
+    shares.take([3, 4], first)
+    assert shares.give([NO_SLOT, 3, 4], second) == [(first, [3, 4])]
+    assert all(type(slot) is int for _, slots in shares.give([3, 4], first) for slot in slots)
+    assert (shares.held[first], shares.held[second]) == (2, 0)
