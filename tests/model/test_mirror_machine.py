@@ -46,7 +46,7 @@ class Reader:
         self.told: Held = {tier: set() for tier in SLOTS}
         self.mirror = Mirror()
 
-    def send(self, keys_max: int, now: Held) -> None:
+    def send(self, keys_max: int, now: Held | None) -> None:
         """What the manager's turn sends; where that is all that there is, what was held then goes along."""
         if self.account.complete and self.told_all:
             return
@@ -57,7 +57,9 @@ class Reader:
             assert message.complete == (self.account.complete and not self.told_all)
             for keys in (*message.removed.values(), *message.stored.values()):
                 assert len(split_keys(keys)) <= keys_max
-            held = {tier: set(keys) for tier, keys in now.items()} if self.account.complete else None
+            held = None
+            if now is not None and self.account.complete:
+                held = {tier: set(keys) for tier, keys in now.items()}
             self.sent.append((msgspec.msgpack.encode(message), held))
         self.told_all = self.told_all or self.account.complete
 
@@ -110,6 +112,11 @@ class MirrorMachine(RuleBasedStateMachine):
         pool.on_committed = index.committed
         return pool
 
+    @property
+    def held_when_tidy(self) -> Held | None:
+        """None while the ends of blocks that were cleared have yet to be told."""
+        return None if any(pool.cleared_count for pool in self.pools.values()) else self.held
+
     def tick(self) -> float:
         self.now_s += 0.5
         return self.now_s
@@ -160,7 +167,7 @@ class MirrorMachine(RuleBasedStateMachine):
     def all_go_and_come_back(self, tier: Tier, sent: int) -> None:
         """While the readers that were told of them still have to be told that they went."""
         for reader in self.readers:
-            reader.send(sent, self.held)
+            reader.send(sent, self.held_when_tidy)
         keys = sorted(self.held[tier], reverse=True)
         self.pools[tier].clear()
         self.held[tier].clear()
@@ -197,7 +204,7 @@ class MirrorMachine(RuleBasedStateMachine):
     def send(self, which: int, keys_max: int) -> None:
         reader = self.readers[which % len(self.readers)]
         if len(reader.sent) < DEEP:
-            reader.send(keys_max, self.held)
+            reader.send(keys_max, self.held_when_tidy)
 
     @precondition(lambda self: any(reader.sent for reader in self.readers))
     @rule(which=pick)
@@ -226,10 +233,13 @@ class MirrorMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Once nothing changes, every reader comes to know all, and what it has to be told is bounded by the tiers."""
+        for pool in self.pools.values():
+            for _ in pool.tidying():
+                pass
         for reader in self.readers:
             before, turns = len(reader.sent), 0
             while not (reader.account.complete and reader.told_all):
-                reader.send(1, self.held)
+                reader.send(1, self.held_when_tidy)
                 turns += 1
                 assert turns <= 4 * max(SLOTS.values())
             removed = [msgspec.msgpack.decode(frame, type=HeldBlocks).removed for frame, _ in reader.sent]
