@@ -8,20 +8,19 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from kvbm.block import Outcome
 from kvbm.clock import Clock
 from kvbm.errors import ManagerRefused, SettingsError
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.choices import bound_writes, choose_admission, for_each, refuse_eviction
 from kvbm.manager.closing import AT_ONCE, close_spaces
+from kvbm.manager.disk_openings import DiskOpenings
 from kvbm.manager.gauges import count_in_bulk, forget_blocks
 from kvbm.manager.guarded_space import GuardedSpace
 from kvbm.manager.host_side import SpaceOptions
 from kvbm.manager.leases import Lease
 from kvbm.manager.namespace_labels import NamespaceLabels
-from kvbm.manager.session import WAITS
 from kvbm.manager.space import Space
 from kvbm.manager.write_behind import RemoteRules
 from kvbm.observe.metrics import Metrics
@@ -38,7 +37,6 @@ from kvbm.settings import (
     staging_slots,
     variable,
 )
-from kvbm.tiers.contract import RunTier
 from kvbm.tiers.disk.geometry import DiskSetting
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 from kvbm.tiers.host import HostArena, refuse_beyond_memory
@@ -49,8 +47,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvbm.manager")
 
-OPEN_S_MAX = 5.0
-"""The first engine of a namespace waits so long for its disk, which may say that a setting cannot be used."""
 STAGING_BLOCKS_MIN = 4
 """With fewer, one slow block would delay all others on their way to disk and back."""
 
@@ -68,14 +64,6 @@ def refuse_policies(settings: Settings, now_s: float) -> None:
     choose_admission(variable("disk_admission"), admission_name(settings), 1, now_s)
     if not settings.remote_on:  # where there is a store, `RemoteOpening` checks it
         choose_admission(variable("remote_admission"), settings.remote_admission, 1, now_s)
-
-
-class _DiskOf(NamedTuple):
-    """What a disk is opened for."""
-
-    fingerprint: bytes
-    layout: BlockLayout
-    events: bool
 
 
 class SpaceTable:
@@ -104,8 +92,7 @@ class SpaceTable:
         self._on_progress = on_progress
         self._peers = peers
         self._spaces: dict[bytes, tuple[Namespace, Space]] = {}
-        # Disks that are being opened for the first engine of a namespace.
-        self._disks: dict[_DiskOf, DiskTier] = {}
+        self._openings = DiskOpenings(self._open_disk, clock)
         self._labels = NamespaceLabels()
         # The largest request, in blocks, for which each was compared with its memory: every rank asks.
         self._advised: dict[bytes, int] = {}
@@ -142,14 +129,7 @@ class SpaceTable:
                 raise ManagerRefused(f"block layout {layout} differs from this namespace's {space.layout}")
             self._advise(namespace, space, request_blocks)
             return space
-        if len(self._spaces) >= self.namespaces_max:
-            resident = next(iter(self._spaces.values()))[0]
-            raise ManagerRefused(
-                f"namespace={namespace.short!r} ({namespace.model}) cannot be served: this manager holds "
-                f"{resident.short!r} ({resident.model}) and accepts {self.namespaces_max} namespace(s); "
-                f"{namespace.difference(resident)}; start it with --namespaces {self.namespaces_max + 1}, "
-                "or start another manager"
-            )
+        self._refuse_beyond(namespace)
         space = self._build(namespace, layout, events)
         self._spaces[namespace.fingerprint] = (namespace, space)
         self._advise(namespace, space, request_blocks)
@@ -158,30 +138,30 @@ class SpaceTable:
     def preparing(self, namespace: Namespace, layout: BlockLayout, events: bool) -> Iterator[object]:
         """Before `obtain`: open the disk of a namespace that has no space yet, while others have their turns.
 
-        It is waited for `OPEN_S_MAX`; then the space does without, until it is open. Raises SettingsError.
+        It is waited for `disk_openings.OPEN_S_MAX`; then the space does without, until it is open. Raises as `obtain`.
         """
-        if (
-            namespace.fingerprint in self._spaces
-            or len(self._spaces) >= self.namespaces_max
-            or not self.settings.disk_on
-        ):
-            return
-        wanted = _DiskOf(namespace.fingerprint, layout, events)
-        if wanted not in self._disks:
-            while len(self._disks) >= self.namespaces_max:  # whoever wanted it has gone
-                self._disks.pop(next(iter(self._disks))).close(keep=True, deadline_s=0.0)
-            self._disks[wanted] = self._open_disk(namespace, layout, events or self.publishes)
-        disk, until_s = self._disks[wanted], self._clock() + OPEN_S_MAX
-        while self._disks.get(wanted) is disk and disk.fault and disk.heal() is Outcome.PENDING:
-            if self._clock() >= until_s:
-                return
-            yield WAITS
+        if namespace.fingerprint not in self._spaces and self.settings.disk_on:
+            self._refuse_beyond(namespace)
+            room = self.namespaces_max - len(self._spaces)
+            yield from self._openings.wait(namespace, layout, events or self.publishes, room)
+
+    def _refuse_beyond(self, namespace: Namespace) -> None:
+        """Raise ManagerRefused for a namespace where there are as many others as are served, those included whose disk
+        is being opened."""
+        held = [each for each, _ in self._spaces.values()]
+        held += [each for each in self._openings.awaited() if each.fingerprint != namespace.fingerprint]
+        if len(held) >= self.namespaces_max:
+            resident = held[0]
+            raise ManagerRefused(
+                f"namespace={namespace.short!r} ({namespace.model}) cannot be served: this manager holds "
+                f"{resident.short!r} ({resident.model}) and accepts {self.namespaces_max} namespace(s); "
+                f"{namespace.difference(resident)}; start it with --namespaces {self.namespaces_max + 1}, "
+                "or start another manager"
+            )
 
     def close(self, keep: bool) -> None:
         """Close and forget all spaces within `closing.CLOSE_S_MAX` together."""
-        for disk in self._disks.values():
-            disk.close(keep, deadline_s=0.0)
-        self._disks.clear()
+        self._openings.close(keep)
         spaces = [space for _, space in self]
         close_spaces(spaces, keep)
         for space in spaces:
@@ -245,8 +225,9 @@ class SpaceTable:
                 huge_pages=settings.huge_pages,
             )
             undo.callback(arena.close)
-            medium = self._take_disk(namespace, layout, events) if settings.disk_on else None
-            if medium is not None:
+            medium, keeps_facts = None, events or self.publishes
+            if settings.disk_on:
+                medium, keeps_facts = self._openings.take(namespace, layout, keeps_facts)
                 undo.callback(medium.close, keep=True, deadline_s=0.0)
             remotes = self._open_remotes(namespace, layout)
             for tier, _, _ in remotes:
@@ -255,7 +236,7 @@ class SpaceTable:
                 staging=staging,
                 eviction=settings.eviction,
                 in_flight_max=settings.max_concurrent_transfers * settings.max_transfer_batch_size,
-                keeps_facts=events or self.publishes,
+                keeps_facts=keeps_facts,
                 salt_share=settings.salt_share,
             )
             # Raises for an installed policy that cannot be made of this size.
@@ -303,15 +284,6 @@ class SpaceTable:
         )
         budget = settings.disk_write_budget_bytes if settings.disk_on else 0
         return bound_writes(variable("disk_write_budget_bytes"), budget, admission, size, now_s, share)
-
-    def _take_disk(self, namespace: Namespace, layout: BlockLayout, events: bool) -> RunTier:
-        """The disk that `preparing` opened, or opens still. Raises the error for which it could not be opened."""
-        disk = self._disks.pop(_DiskOf(namespace.fingerprint, layout, events), None)
-        disk = disk or self._open_disk(namespace, layout, events or self.publishes)
-        if disk.fault and disk.opening_error is not None:
-            disk.close(keep=True, deadline_s=0.0)
-            raise disk.opening_error
-        return disk
 
     def _open_disk(self, namespace: Namespace, layout: BlockLayout, keeps_facts: bool) -> DiskTier:
         settings, share = self.settings, self.namespaces_max

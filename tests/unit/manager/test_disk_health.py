@@ -13,6 +13,7 @@ import pytest
 from kvbm.block import SlotIndex, Tier
 from kvbm.manager import assembly
 from kvbm.manager.disk_health import SLOW_LOGGED_EACH_S, SLOW_S
+from kvbm.manager.disk_openings import OPEN_S_MAX
 from kvbm.manager.probes import LOOK_S, Probes
 from kvbm.protocol import Ready, Status, StatusQuery, Welcome
 from kvbm.tiers.disk.tier import open_disk_tier
@@ -203,7 +204,7 @@ def test_a_disk_that_is_being_opened_keeps_nobody_else(
     kernel.wait_entered()
     assert len(leader.lookup(1, MANAGER_KEYS[:4]).slots) == 4
     assert asking.take() == []
-    bench.tick(assembly.OPEN_S_MAX)
+    bench.tick(OPEN_S_MAX)
     assert asking.expect(Welcome).tiers == {"host": 8}
     assert [message.tiers for message in late.take() if isinstance(message, Ready)] == [{"host": 8}]
     kernel.open_gate()
@@ -238,6 +239,33 @@ def test_a_disk_that_was_opened_for_an_engine_that_has_gone_is_closed_at_the_end
     assert tier.path is not None
     assert tier.path.name.endswith("-0"), "nobody owns the first one any more"
     tier.close(keep=False)
+
+
+def test_a_namespace_beyond_those_served_costs_no_other_its_disk(
+    make_manager: MakeBench, kernel: GatedSyscalls, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """It comes while the only one's disk is being opened again, and is refused before anything is opened for it."""
+    disk = {"disk_blocks": 8, "disk_dir": str(tmp_path / "disk"), "disk_admission": "all"}
+    before = make_manager(**disk)
+    leader, worker = before.engine()
+    store(leader, worker, 1, MANAGER_KEYS[:4])
+    before.until(lambda: before.space().pools[1].counts().resident == 4)
+    before.open = False
+    before.server.close(keep=True)
+    bench = ManagerBench(tmp_path_factory.mktemp("after"), **disk)
+    kernel.shut("fallocate")
+    first, second, third = bench.client(), bench.client(), bench.client()
+    first.send(worker_hello())
+    kernel.wait_entered()
+    second.send(worker_hello("other", namespace=OTHER_NAMESPACE))
+    assert "accepts 1 namespace(s)" in refusal(second)
+    third.send(worker_hello("odd", layout=msgspec.structs.replace(LAYOUT, block_tokens=8)))
+    assert "differs from this namespace's" in refusal(third)
+    kernel.open_gate()
+    first.expect(Welcome)
+    assert bench.space().pools[1].counts().resident == 4
+    assert len(list((tmp_path / "disk").iterdir())) == 1
+    bench.close()
 
 
 def test_the_end_of_an_ephemeral_namespace_waits_for_no_disk(
