@@ -64,7 +64,8 @@ class Recovery:
         starts = np.flatnonzero(breaks)
         ends = np.append(starts[1:], len(breaks))
         pending, waiting, done = bytearray(b"\1") * len(starts), list[int](), 0
-        for first in range(len(starts)):
+        first = 0
+        while (first := pending.find(1, first)) >= 0:
             run: int | None = first
             while run is not None and pending[run]:
                 pending[run] = 0
