@@ -73,9 +73,8 @@ class Requests:
         self._history = history
         self._session_by_number = session_by_number
         self._watchers: dict[tuple[int, int], set[int]] = {}
-        self._unanswered: set[tuple[int, int]] = (
-            set()
-        )  # lookups under way: their replies tell how far they are
+        # Lookups under way: their replies tell how far they are.
+        self._unanswered: set[tuple[int, int]] = set()
 
     @property
     def watched_count(self) -> int:
@@ -126,7 +125,7 @@ class Requests:
         if self._membership.led_by(session) is not engine:  # it lost a rank meanwhile
             self._end_lease(space, session, message.lookup)
             lease = None
-        if lease is not None and not space.leases.lasts(lease):  # its deadline has passed
+        if lease is not None and (lease.expired or not space.leases.lasts(lease)):  # its deadline has passed
             lease = None
         self._followers.asked(space, message.keys)
         told = decided_here(asker.verdicts, judged, decided)
@@ -249,7 +248,7 @@ class Requests:
         engine, lease = self._membership.of(session), None
         if engine is not None and engine.leader is not None:
             lease = engine.space.leases.get(engine.leader.number, message.lookup)
-        if lease is None:
+        if lease is None or lease.expired:
             session.send(Progress(lookup=message.lookup, ready=0, final=True))
             return
         if not lease.final:

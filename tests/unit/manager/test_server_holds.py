@@ -8,6 +8,7 @@ import pytest
 
 from kvbm.block import BlockState
 from kvbm.layout import BlockLayout
+from kvbm.manager.leases import LeaseState
 from kvbm.manager.lookups import LEASE_S
 from kvbm.manager.storing import RESERVATION_S
 from kvbm.protocol import (
@@ -311,3 +312,23 @@ def test_a_broken_tier_ends_the_run_and_says_so_in_status_and_metrics(
     manager.tick()
     assert manager.metrics.value("kvbm_tier_up", tier="disk") == 0
     assert worker.take() == []
+
+
+def test_a_lease_whose_deadline_has_passed_is_watched_no_more(
+    manager: ManagerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a few turns left: leases end in slices."""
+    monkeypatch.setattr("kvbm.manager.space.RELEASED_AT_ONCE", 1)
+    leader, worker = manager.engine()
+    store(leader, worker, 1, KEYS[:4])
+    for number in (1, 2, 3):
+        leader.lookup(number, KEYS[:4])
+    *_, lease = manager.space().leases
+    lease.states[-1] = LeaseState.ONBOARDING  # it is on its way
+    lease.advance()
+    manager.clock.advance(LEASE_S)
+    manager.server.membership.expire()
+    assert lease.expired and manager.space().leases.lasts(lease)
+    worker.channel.send(Watch(lookup=lease.number))
+    assert worker.expect(Progress) == Progress(lookup=lease.number, ready=0, final=True)
+    assert manager.server._requests.watched_count == 0
