@@ -361,11 +361,19 @@ class Server:
         for space in on_disk:
             while space.indexing and space.catch_up():
                 yield
+        spaces = self._served(spaces)  # some may have been dropped meanwhile
         results = [space.begin_clear(message.tier) for space in spaces]
         for space in on_disk:
             while space.clearing and space.catch_up():
                 yield
-        self._resets.note(session, on_disk, sum(r[0] for r in results), sum(r[1] for r in results))
+        self._resets.note(
+            session, self._served(on_disk), sum(r[0] for r in results), sum(r[1] for r in results)
+        )
+
+    def _served(self, spaces: list[Space]) -> list[Space]:
+        """Those that have not been dropped."""
+        served = [space for _, space in self.spaces]
+        return [space for space in spaces if space in served]
 
     def _announce_tiers(self, session: Session, message: Announce) -> None:
         engine = self.membership.led_by(session)

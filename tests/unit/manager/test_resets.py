@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvbm.hashing import join_keys
+from kvbm.manager.guarded_space import GuardedSpace
 from kvbm.manager.resets import WAIT_S_MAX, WAITING_MAX
+from kvbm.manager.space import Space
 from kvbm.protocol import Lookup, LookupReply, Reset, ResetReply
 from rigs.fake_tier import FakeTier
-from rigs.manager import KEYS, ManagerBench, connect_operator, store
+from rigs.manager import KEYS, OTHER, ManagerBench, connect_operator, store
 
 MakeBench = Callable[..., ManagerBench]
 
@@ -70,3 +74,23 @@ def test_resets_that_wait_are_bounded(bench: ManagerBench, below: FakeTier) -> N
     assert [reply.undone for reply in replies if isinstance(reply, ResetReply)] == [
         "the disk has not answered yet"
     ] * 2
+
+
+def test_a_space_that_goes_while_a_reset_has_its_turns_is_left_out(
+    make_manager: MakeBench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bench = make_manager(namespaces=2, disk_blocks=8, disk_dir=str(tmp_path / "disk"))
+    bench.engine()
+    passing = bench.engine("passing", namespace=msgspec.structs.replace(OTHER, ephemeral=True))
+    admin = connect_operator(bench)
+    with monkeypatch.context() as patch:
+        patch.setattr(Space, "indexing", True)
+        patch.setattr(GuardedSpace, "catch_up", lambda space: True)
+        work = bench.server._reset(list(bench.server.sessions.values())[-1], Reset())
+        next(work)
+    for client in passing:
+        client.close()
+    bench.until(lambda: len(list(bench.server.spaces)) == 1)
+    for _ in work:
+        bench.step()
+    assert admin.expect(ResetReply) == ResetReply(dropped=0, in_use=0)
