@@ -184,7 +184,8 @@ def parse_endpoint(field: str, text: str) -> str:
     kind, _, place = word.partition("://")
     if kind == "ipc" and place:
         return "ipc://" + parse_socket_path(field, place)
-    if kind != "tcp" or not _is_address(place.replace("*", "0.0.0.0", 1)):
+    everywhere = place.startswith("*:")
+    if kind != "tcp" or not _is_address("0.0.0.0" + place[1:] if everywhere else place):
         raise reject(field, text, "tcp://127.0.0.1:PORT, tcp://*:PORT (all interfaces) or ipc://PATH")
     return word
 

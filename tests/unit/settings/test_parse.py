@@ -214,7 +214,19 @@ def test_addresses_of_zmq_are_taken_as_they_are(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["5557", "tcp://", "tcp://*", "tcp://*:65536", "tcp://*:x", "ipc://", "inproc://e", "udp://*:1", ""],
+    [
+        "5557",
+        "tcp://",
+        "tcp://*",
+        "tcp://*:65536",
+        "tcp://*:x",
+        "tcp://a*b:80",
+        "tcp://*1:80",
+        "ipc://",
+        "inproc://e",
+        "udp://*:1",
+        "",
+    ],
 )
 def test_what_is_no_address_of_zmq_is_refused(text):
     with pytest.raises(SettingsError, match="events_endpoint="):
