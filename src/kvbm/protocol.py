@@ -15,7 +15,7 @@ import msgspec
 
 from kvbm.layout import BlockLayout, Namespace
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 MESSAGE_BYTES_MAX = 8 << 20
 
 KEYS_PER_MESSAGE_MAX = 65_536
