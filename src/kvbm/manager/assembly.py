@@ -14,7 +14,7 @@ from kvbm.clock import Clock
 from kvbm.errors import ManagerRefused, SettingsError
 from kvbm.layout import BlockLayout, Namespace
 from kvbm.manager.choices import bound_writes, choose_admission, for_each, refuse_eviction
-from kvbm.manager.closing import AT_ONCE, close_spaces
+from kvbm.manager.closing import close_spaces, drop_space
 from kvbm.manager.disk_openings import DiskOpenings
 from kvbm.manager.gauges import count_in_bulk, forget_blocks
 from kvbm.manager.guarded_space import GuardedSpace
@@ -169,7 +169,7 @@ class SpaceTable:
 
     def drop(self, space: Space, keep: bool) -> None:
         """Close a space and forget it. Nothing is waited for: what is queued is not written."""
-        close_spaces([space], keep, AT_ONCE)
+        drop_space(space, keep)
         self._forget(space)
 
     def _forget(self, space: Space) -> None:

@@ -7,6 +7,7 @@ its own. What has not ended by the deadline is abandoned: a block that is not wr
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,8 +22,6 @@ log = logging.getLogger("kvbm.manager")
 
 CLOSE_S_MAX = 4.0
 """All spaces of a manager are closed within so many seconds, also where a call to a tier does not end."""
-AT_ONCE = 0.0
-"""As a deadline: nothing is written, and tiers are released by threads of theirs, later."""
 RELEASE_S = 1.0
 """This much of it is kept for releasing tiers, after queued blocks were written."""
 RELEASE_S_MIN = 0.05
@@ -40,17 +39,59 @@ class Ending(Protocol):
     def stop(self) -> None:
         """End leases and other work: only queued writes are left."""
 
+    def catch_up(self) -> bool:
+        """Do a slice of what leads to writes. False: nothing was left."""
+
+    def move(self, until_s: float) -> bool:
+        """Take completions and submit queued blocks. Whether something is left."""
+
 
 def close_spaces(spaces: Sequence[Ending], keep: bool, deadline_s: float = CLOSE_S_MAX) -> None:
     """Write queued blocks and release all tiers and host memory; without `keep`, remove the blocks on disk."""
     end_s = time.monotonic() + deadline_s
     for space in spaces:
         space.stop()
-    if deadline_s > AT_ONCE:
-        _write_queued(spaces, keep, end_s - RELEASE_S)
-    _release(spaces, keep, end_s, deadline_s)
+    _queue_writes(spaces, end_s - deadline_s / 2)
+    _write_queued(spaces, keep, end_s - RELEASE_S)
+    threads = list[threading.Thread | None]()
+    collects = list[Callable[[], object]]()
     for space in spaces:
-        _try(space.arena.close)
+        disk = space.below.disk
+        if disk is not None:
+            _void(space)
+            threads.append(_close_beside(partial(disk.medium.close, keep), end_s))
+            collects.append(disk.medium.poll)
+        for side in space.below.remotes:
+            threads.append(_close_beside(side.tier.close, end_s))
+            collects.append(side.collect)
+    for thread, collect in zip(threads, collects, strict=True):
+        if _has_ended(thread, end_s):
+            _try(collect)
+    arenas = [_close_beside(partial(_close_arena, space.arena), end_s) for space in spaces]
+    for thread in arenas:
+        _has_ended(thread, end_s)
+
+
+def drop_space(space: Ending, keep: bool) -> None:
+    """Release a space while others are served. Nothing is waited for: what is queued is not written, and threads
+    release tiers and host memory later."""
+    end_s = time.monotonic()
+    disk = space.below.disk
+    if disk is not None:
+        _void(space)
+        _try(partial(disk.medium.close, keep, 0.0))
+    for side in space.below.remotes:
+        _close_beside(side.tier.close, end_s)
+    _close_beside(partial(_close_arena, space.arena), end_s)
+
+
+def _queue_writes(spaces: Sequence[Ending], until_s: float) -> None:
+    """What the policies have yet to be told leads to writes, as far as there is time."""
+    for space in spaces:
+        while time.monotonic() < until_s and space.catch_up():
+            pass
+        while space.move(math.inf) and time.monotonic() < until_s:
+            pass
 
 
 def _write_queued(spaces: Sequence[Ending], keep: bool, until_s: float) -> None:
@@ -66,29 +107,34 @@ def _write_queued(spaces: Sequence[Ending], keep: bool, until_s: float) -> None:
         pause.wait(min(LOOK_S, left_s))
 
 
-def _release(spaces: Sequence[Ending], keep: bool, end_s: float, deadline_s: float) -> None:
-    threads = list[tuple[threading.Thread, Callable[[], object]]]()
-    for space in spaces:
-        disk = space.below.disk
-        if disk is not None:
-            if not space.failure:
-                _try(disk.void_emptied)
-            if deadline_s <= AT_ONCE:
-                _try(partial(disk.medium.close, keep, 0.0))
-            else:
-                threads.append((_thread(partial(disk.medium.close, keep), end_s), disk.medium.poll))
-        threads += [(_thread(side.tier.close, end_s), side.collect) for side in space.below.remotes]
-    for thread, collect in threads:
-        thread.join(max(0.0, end_s - time.monotonic()))
-        if not thread.is_alive():
-            _try(collect)
+def _void(space: Ending) -> None:
+    if space.below.disk is not None and not space.failure:
+        _try(space.below.disk.void_emptied)
 
 
-def _thread(close: Callable[[float], None], end_s: float) -> threading.Thread:
+def _close_arena(arena: HostArena, _left_s: float) -> None:
+    arena.close()
+
+
+def _close_beside(close: Callable[[float], None], end_s: float) -> threading.Thread | None:
+    """Call it with the seconds that are left, in a thread of its own. None where none is to be had: it has ended."""
     left_s = max(RELEASE_S_MIN, end_s - time.monotonic())
     thread = threading.Thread(target=_try, args=(partial(close, left_s),), name="kvbm-close", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        log.warning("a tier is closed at once, without a thread: %s", error)
+        _try(partial(close, RELEASE_S_MIN))
+        return None
     return thread
+
+
+def _has_ended(thread: threading.Thread | None, end_s: float) -> bool:
+    """Whether this call of a `close` has ended, by that time."""
+    if thread is None:
+        return True
+    thread.join(max(0.0, end_s - time.monotonic()))
+    return not thread.is_alive()
 
 
 def _try(step: Callable[[], object]) -> object:

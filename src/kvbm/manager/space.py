@@ -1,7 +1,8 @@
 """One namespace's blocks: the index, the leases and reservations, and the moves between tiers.
 
 Pure of transport: `server` drives a Space for engines, `library` drives one in process. It is owned by one thread.
-Calls answer at once; blocks that arrive later are announced through `on_progress`.
+Calls that may take long are generators, or leave slices to `catch_up`; blocks that arrive later are announced through
+`on_progress`.
 """
 
 from __future__ import annotations
@@ -338,10 +339,11 @@ class Space:
 
     def begin_clear(self, tier: str = "") -> tuple[int, int]:
         """As `clear`, in slices: none of the dropped blocks can be found from now on, and their slots count as free.
-        `catch_up` forgets them; only then they stay dropped from disk after a crash (`clearing`). While a disk is
-        `indexing`, that is ended first."""
-        while self.indexing and self._backlog.advance():
-            pass
+        `catch_up` forgets them; only then they stay dropped from disk after a crash (`clearing`). Where a disk is
+        cleared that is `indexing`, that is ended first."""
+        if self.disk is not None and tier in ("", self.disk.pool.tier.name.lower()):
+            while self.indexing and self._backlog.advance():
+                pass
         if tier in ("", self.host_pool.tier.name.lower()):
             for reservation in self.reservations:
                 reservation.stale = True
@@ -407,12 +409,11 @@ class Space:
             pool.check()
 
     def stop(self) -> None:
-        """The first step of the end: leases and slices of work end, queued blocks are submitted."""
+        """The first step of the end: leases and slices of work end."""
         self.foresight.on = False
         for lease in list(self.leases):
             self.release(lease.owner, lease.number)
         self._backlog.clear()  # it is of no use any more
-        self.pump()
 
     def close(self, keep: bool) -> None:
         """Write queued blocks (bounded in time) and release the tiers."""

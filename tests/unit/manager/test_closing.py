@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvbm.manager.closing import AT_ONCE, RELEASE_S_MIN, close_spaces
+from kvbm.manager.closing import RELEASE_S_MIN, close_spaces, drop_space
 from rigs.space import KEYS, OTHER, Bench
 
 DEADLINE_S = 30.0
@@ -53,15 +53,48 @@ def test_a_tier_whose_close_does_not_end_is_abandoned(monkeypatch: pytest.Monkey
     bench.close()
 
 
-def test_a_space_that_is_dropped_waits_for_no_tier(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_space_that_is_dropped_waits_for_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for its disk, nor until the kernel has taken back its memory."""
     bench.store(KEYS[:3])
-    left_s = list[float]()
-    genuine = bench.tier.close
+    left_s, opened, ended = list[float](), threading.Event(), threading.Event()
+    close_disk, close_arena = bench.tier.close, bench.space.arena.close
+
+    def close() -> None:
+        assert opened.wait(DEADLINE_S)
+        close_arena()
+        ended.set()
+
     monkeypatch.setattr(bench.tier, "close", lambda keep, deadline_s: left_s.append(deadline_s))
-    close_spaces([bench.space], keep=True, deadline_s=AT_ONCE)
+    monkeypatch.setattr(bench.space.arena, "close", close)
+    drop_space(bench.space, keep=True)
     assert left_s == [0.0]
+    opened.set()
+    assert ended.wait(DEADLINE_S)
     bench.open = False
-    genuine(keep=False)
+    close_disk(keep=False)
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_all_is_released_where_no_thread_is_to_be_had(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, dropped: bool
+) -> None:
+    benches = [Bench(), Bench()]
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        if dropped:
+            for bench in benches:
+                drop_space(bench.space, keep=True)
+        else:
+            close_spaces([bench.space for bench in benches], keep=True)
+    assert "without a thread" in caplog.text
+    for bench in benches:
+        assert all(region.closed for region in bench.space.arena._regions)
+        bench.open = False
+        bench.close()
 
 
 @pytest.mark.swallows("^OSError: the device is gone$")

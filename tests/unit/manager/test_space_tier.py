@@ -9,12 +9,16 @@ import pytest
 from kvbm.block import Outcome, SlotIndex
 from kvbm.hashing import chain_keys
 from kvbm.manager.disk_health import HEAL_S_MAX
+from kvbm.manager.disk_side import SLICES_AT_ONCE
+from kvbm.manager.recovery import FOUND_TO_RANKED
 from kvbm.manager.space import Space
 from kvbm.policy import AdmitAll
 from kvbm.protocol import HELD, REFUSED
+from kvbm.slices import SLICE_BLOCKS
 from kvbm.tiers.contract import BlockEnd, BlockHead, Completion
 from kvbm.tiers.host import HostArena
 from rigs.fake_tier import FakeTier
+from rigs.found_blocks import found_blocks
 from rigs.space import KEYS, LAYOUT, ME, OTHER, Bench
 
 # ---- the tier below
@@ -291,3 +295,19 @@ def test_a_tier_that_is_off_is_not_among_those_that_are_on(bench: Bench) -> None
     assert bench.space.tiers() == {"host": 8, "disk": 16}
     bench.tier.break_down()
     assert bench.space.tiers() == {"host": 8}
+
+
+def test_only_a_reset_of_the_disk_ends_its_index(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = 2 * SLICES_AT_ONCE * FOUND_TO_RANKED * SLICE_BLOCKS
+    keys = chain_keys(bytes(32), range(slots * 4), 4)
+    found = found_blocks((key, keys[i - 1] if i else None, i) for i, key in enumerate(keys))
+    monkeypatch.setattr(FakeTier, "recovered", lambda tier: found)
+    bench = make(host_slots=8, disk_slots=slots)
+    left = bench.space.pools[1].unindexed_count
+    assert left > 0
+    bench.space.begin_clear("host")
+    assert bench.space.pools[1].unindexed_count == left
+    bench.space.begin_clear("disk")
+    assert not bench.space.indexing
