@@ -26,6 +26,8 @@ log = logging.getLogger("kvbm.fleet")
 EVERY_S = 2.0
 LEASE_S = 10
 REQUEST_S = 2.0
+END_S = 0.1
+"""A request under way is not waited for."""
 NOT_REACHED_YET = "not reached yet"
 _ROOT = "kvbm/fleets"
 _ADDRESS_LENGTH_MAX = 300
@@ -100,7 +102,7 @@ class EtcdDirectory:
 
     def close(self) -> None:
         self._stopping.set()
-        self._thread.join(2 * REQUEST_S)
+        self._thread.join(END_S)
 
     # ---- its thread
 

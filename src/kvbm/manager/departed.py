@@ -20,10 +20,9 @@ GENERATION_BLOCKS = 2048
 GENERATIONS = 32
 
 EVICTED, CORRUPT, NO_SLOT = "evicted", "corrupt", "no_slot"
-"""The policy chose it; its checksum was wrong; there was no slot for it. `pool` has `RESET`, `ABORTED` and `EXPIRED`;
-the other fates are the reasons of
-`kvbm_skipped_offloads_total` and `kvbm_remote_skipped_blocks_total`: the block was not written to disk, or to a store.
-"""
+"""The policy chose it; its checksum was wrong; there was no slot for it. `pool` has `RESET`, `ABORTED` and `EXPIRED`.
+The other fates are the reasons of `kvbm_skipped_offloads_total` and `kvbm_remote_skipped_blocks_total`: the block was
+not written to disk, or to a store."""
 TOO_LATE = "too_late"
 """Of those, the one called `evicted`: host memory evicted the block before its turn to be written."""
 GONE = "gone"

@@ -11,6 +11,7 @@ import select
 import socket
 import ssl
 import threading
+import time
 
 from kvbm.clock import Clock, monotonic
 from kvbm.errors import KvbmError, ProtocolError
@@ -30,7 +31,8 @@ HELLO_S = 5.0
 HELLO_BYTES_MAX = 1 << 16
 HARM = "lease and reserve blocks"
 """What a client without a certificate could do."""
-END_S = 3.0
+END_S = 0.4
+"""The door and all sessions that came this way have so long to end, together."""
 
 
 def node_tls(settings: Settings) -> ssl.SSLContext | None:
@@ -72,6 +74,7 @@ class NodeDoor:
         """Let nobody in any more, and end all sessions that came this way."""
         self._ended = True
         self._ours.close()
+        end_s = time.monotonic() + END_S
         self._thread.join(END_S)
         self._listener.close()
         with self._lock:
@@ -80,7 +83,7 @@ class NodeDoor:
             if pump is not None:
                 pump.stop()
         for thread in pumps:
-            thread.join(END_S)
+            thread.join(max(0.0, end_s - time.monotonic()))
         self._theirs.close()
 
     def _run(self) -> None:

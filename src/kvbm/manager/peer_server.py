@@ -12,6 +12,7 @@ import select
 import socket
 import ssl
 import threading
+import time
 from collections import Counter
 
 from kvbm.clock import Clock, monotonic
@@ -29,7 +30,8 @@ TURNED_AWAY_MAX = 16
 """Connections beyond those that are told why they are not let in, at a time; others are closed."""
 HARM = "read blocks"
 """What a client without a certificate could do."""
-END_S = 3.0
+END_S = 0.4
+"""The door and all connections have so long to end, together."""
 
 
 class PeerServer:
@@ -80,13 +82,14 @@ class PeerServer:
     def close(self) -> None:
         """Let nobody in any more and end all connections. The loop takes no part: `Lending.close` comes after it."""
         os.eventfd_write(self._event, 1)
+        end_s = time.monotonic() + END_S
         self._thread.join(END_S)
         with self._lock:
             connections = [*self._connections, *self._turned_away]
         for connection in connections:
             connection.stop()
         for connection in connections:
-            connection.join(END_S)
+            connection.join(max(0.0, end_s - time.monotonic()))
         self._listener.close()
         os.close(self._event)
 

@@ -18,9 +18,9 @@ from kvbm.observe.exporter import Answer
 from kvbm.settings import Settings, variable
 
 LIVE_PATH, READY_PATH = "/live", "/ready"
-TURN_S_MAX = 300.0
-"""A loop that has not turned for so long is dead. Opening a tier is one turn: a journal is read, and where the file
-system has no fallocate, all of the disk is filled with zeros."""
+TURN_S_MAX = 60.0
+"""A loop that has not turned for so long is dead. Its turns take milliseconds, and those in which a namespace gets its
+host memory up to seconds: a process that is swapped out or stopped for a while is not restarted for that."""
 LOOK_S = 0.5
 """The loop looks at its tiers for us so often, and when an operation of a disk has taken too long."""
 REMOTE = "remote"

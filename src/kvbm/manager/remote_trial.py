@@ -22,7 +22,7 @@ from kvbm.tiers.remote.named_store import open_named_store, store_field
 log = logging.getLogger("kvbm.manager")
 
 REQUEST_S = 10.0
-END_S = 1.0
+END_S = 0.1
 _NAME = f"{'0' * 64}/probe/start-"
 """Below the fingerprint of no model. What a trial that was killed has left is removed by the next collection."""
 

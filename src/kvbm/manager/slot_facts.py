@@ -21,8 +21,6 @@ from kvbm.protocol import HELD
 if TYPE_CHECKING:
     import numpy as np
 
-"""A block of which the engine says more than so much is not announced."""
-
 _UNKNOWN, _FILLING, _HELD = range(3)
 _NO_HASH = bytes(KEY_BYTES)
 

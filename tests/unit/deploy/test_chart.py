@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvbm.client.finder import SOCKET_NAME
+from kvbm.manager import node_door, peer_server
 from kvbm.manager.closing import CLOSE_S_MAX
 from kvbm.manager.probes import LIVE_PATH, READY_PATH
 from kvbm.settings import FIELDS, Settings, load_settings
@@ -272,8 +273,8 @@ def test_selectors_find_the_pods(values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("namespaces", [1, 2, 64])
 def test_the_grace_period_is_longer_than_a_stop_can_take(namespaces: int) -> None:
-    """The tiers of all namespaces are closed within one bound; a second is left for the rest."""
-    drain_s = math.ceil(CLOSE_S_MAX) + 1
+    """Other nodes are sent away, and the tiers of all namespaces are closed within one bound."""
+    drain_s = math.ceil(CLOSE_S_MAX + node_door.END_S + peer_server.END_S)
     assert pod_of(render(namespaces=namespaces)["DaemonSet"])["terminationGracePeriodSeconds"] > drain_s
     assert f"at most {drain_s:.0f} s" in notes(namespaces=namespaces)
     longer = render(namespaces=namespaces, terminationGracePeriodSeconds=int(drain_s) + 1)
