@@ -168,8 +168,10 @@ class Maintenance:
             if sync_wanted > self._synced:
                 medium.sync()
                 self._synced = sync_wanted
-        except OSError as error:
+        except BaseException as error:
             medium.close(remove=not options.persist)
+            if not isinstance(error, OSError):
+                raise
             text = f"disk tier: cannot read the journal in {medium.path}: {reason_of(error)}"
             raise TierError(text) from error
         self.medium, self._home, self._recorded_mark = medium, medium.path, mark
@@ -188,6 +190,12 @@ class Maintenance:
             self._forgotten[slot : slot + count] = b"\1" * count
         if self._voids.add(slot, count):
             self._thread.run(self._write_voids)
+
+    def resume(self) -> None:
+        """The tier works again: do what was wanted after the medium was opened and before that."""
+        self._thread.run(self._write_voids)
+        if self._sync_wanted > self._synced:
+            self._queue_sync()
 
     def overtake(self, slot: int, count: int) -> list[int]:
         """A store is about to void these slots: no void that was queued before may be written after it. Waits for one

@@ -105,14 +105,14 @@ def _open_files(
         if directory.found != meta:
             directory.write_meta(meta)  # from now on it does not hold what was reset
         touch(journal_fd, syscalls)
+        fingerprint = options.namespace.fingerprint
+        journal = Journal(syscalls, journal_fd, geometry.slot_count, geometry.block_bytes, fingerprint)
+        facts = _open_facts(directory, options, kept, syscalls)
+        return DiskMedium(directory, journal, slabs, room, fingerprint, syscalls, io, facts)
     except BaseException:
         slabs.close()
         syscalls.close(journal_fd)
         raise
-    fingerprint = options.namespace.fingerprint
-    journal = Journal(syscalls, journal_fd, geometry.slot_count, geometry.block_bytes, fingerprint)
-    facts = _open_facts(directory, options, kept, syscalls)
-    return DiskMedium(directory, journal, slabs, room, fingerprint, syscalls, io, facts)
 
 
 def _open_facts(
@@ -125,9 +125,13 @@ def _open_facts(
                 syscalls.unlink(FACTS_NAME, dir_fd=directory.dir_fd)
             return None
         fd = syscalls.open(FACTS_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, dir_fd=directory.dir_fd)
-        size = plan(options).slot_count * fact_bytes(options.layout) if kept else 0
-        if syscalls.fstat(fd).st_size > size:
-            syscalls.ftruncate(fd, size)
+        try:
+            size = plan(options).slot_count * fact_bytes(options.layout) if kept else 0
+            if syscalls.fstat(fd).st_size > size:
+                syscalls.ftruncate(fd, size)
+        except BaseException:
+            syscalls.close(fd)
+            raise
     except OSError as error:
         log.warning("disk tier: what is said of blocks is not kept in %s: %s", directory.path, error.strerror)
         return None

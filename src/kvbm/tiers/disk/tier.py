@@ -325,6 +325,7 @@ class DiskTier:
         self._watched_s = self._clock()
         self._no_room_logged = False
         self._fault.text = ""
+        self._upkeep.resume()
 
     def _execute(self, jobs: Sequence[Job]) -> list[Completion]:
         """In an I/O thread: run jobs whose slots follow one another. Raises nothing."""

@@ -25,8 +25,10 @@ from kvbm.testing.stored_runs import (
     store,
 )
 from kvbm.tiers.contract import BlockHead
+from kvbm.tiers.disk.medium import DiskMedium
 from kvbm.tiers.disk.tier import WATCH_PERIOD_S, DiskTier, open_disk_tier
 from kvbm.tiers.disk.voids import STRETCH_SLOTS_MAX, Voids
+from kvbm.tiers.recovered import RecoveredBlocks
 from rigs.faulty_syscalls import Fault, FaultRule, FaultySyscalls
 from rigs.gated_syscalls import GatedSyscalls
 
@@ -234,3 +236,57 @@ def test_what_was_forgotten_while_off_is_synced_when_the_tier_is_back(tmp_path: 
     assert tier.synced == number
     assert sorted(by_slot(tier.recovered())) == [2]
     tier.close(keep=False)
+
+
+def test_voids_and_syncs_go_on_after_the_tier_was_opened_again(bench: Bench) -> None:
+    """Also those that were wanted between the end of an attempt to open it and its use."""
+    for slot in range(4):
+        store(bench.tier, LAYOUT, make_key(slot), slot)
+    bench.tier._fault.declare("broken by the test")
+    assert bench.tier.heal() is Outcome.PENDING
+    assert bench.tier.drain(DEADLINE_S)
+    bench.tier.forget(SlotIndex(2))
+    number = bench.tier.sync()
+    assert bench.tier.drain(DEADLINE_S)
+    assert heal(bench.tier)
+    assert bench.tier.drain(DEADLINE_S)
+    assert bench.tier.synced == number
+    bench.tier.forget(SlotIndex(1))
+    assert bench.tier.drain(DEADLINE_S)
+    assert crash(bench) == [0, 3]
+
+
+def test_voids_go_on_where_none_was_synced(bench: Bench) -> None:
+    for slot in range(4):
+        store(bench.tier, LAYOUT, make_key(slot), slot)
+    bench.tier._fault.declare("broken by the test")
+    assert bench.tier.heal() is Outcome.PENDING
+    assert bench.tier.drain(DEADLINE_S)
+    bench.tier.forget(SlotIndex(2))
+    assert bench.tier.drain(DEADLINE_S)
+    assert heal(bench.tier)
+    bench.tier.forget(SlotIndex(1))
+    assert bench.tier.drain(DEADLINE_S)
+    assert crash(bench) == [0, 3]
+
+
+@pytest.mark.swallows("MemoryError: ")
+def test_an_index_that_cannot_be_read_leaves_no_open_directory(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next attempt would take another one, of the full size."""
+    store(bench.tier, LAYOUT, make_key(1), 1)
+
+    def recover(medium: DiskMedium) -> RecoveredBlocks:
+        raise MemoryError
+
+    bench.tier._fault.declare("broken by the test")
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskMedium, "recover", recover)
+        for _ in range(3):
+            assert bench.tier.heal() is Outcome.PENDING
+            assert bench.tier.drain(DEADLINE_S)
+            assert bench.tier.heal() is Outcome.RETRY
+    assert heal(bench.tier)
+    assert sorted(by_slot(bench.tier.recovered())) == [1]
+    assert len([path for path in bench.root.iterdir() if path.is_dir()]) == 1
