@@ -100,7 +100,7 @@ def test_a_loop_that_stands_still_is_dead_but_not_while_it_writes_at_its_end() -
     clock.advance(TURN_S_MAX)
     assert probes.live().status == 200
     clock.advance(1.0)
-    assert probes.live() == (503, "dead: the loop has not turned for 301 s\n")
+    assert probes.live() == (503, f"dead: the loop has not turned for {TURN_S_MAX + 1:.0f} s\n")
     probes.turn_ended(())
     assert probes.live().status == 200
     clock.advance(2 * TURN_S_MAX)
