@@ -32,10 +32,6 @@ MEMORY = ("/memfd:", "anon_inode:", "pipe:", "socket:", "/dev/")
 KERNEL_FILES = ("/proc/", "/sys/")
 """The kernel answers from memory: what a process, a limit or a NUMA node is."""
 CALLERS = {
-    (
-        "kvbm/manager/slot_facts.py",
-        "of",
-    ): "facts of a block on disk, for events: a read of some hundred bytes",
     ("/linecache.py", "checkcache"): "a defect is logged with the lines of its source",
     ("/linecache.py", "updatecache"): "the same",
     ("kvbm/strict.py", "record_swallowed"): "the record that a test looks at",

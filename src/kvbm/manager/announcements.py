@@ -42,6 +42,10 @@ class Account(Protocol):
     def complete(self) -> bool:
         """All has been told."""
 
+    @property
+    def idle(self) -> bool:
+        """There is nothing to tell now: all has been told, or what is left is being read."""
+
     def next(self, told_all: bool) -> Message | None:
         """What there is to tell next, bounded; `told_all`: this leader was once told all."""
 
@@ -82,7 +86,7 @@ class Announcements:
             self._told_all.add(name)
         if message is not None:
             session.send(message)
-        return not account.complete
+        return not account.idle
 
     def _end(self, name: tuple[int, type[Account]]) -> None:
         account = self._accounts.pop(name, None)
@@ -100,6 +104,10 @@ class EventsAccount:
     @property
     def complete(self) -> bool:
         return all(listener.complete for listener in self._listeners)
+
+    @property
+    def idle(self) -> bool:
+        return all(listener.idle for listener in self._listeners)
 
     def next(self, told_all: bool) -> TierEvents | None:
         removed, stored = next_events(self._listeners)
@@ -125,6 +133,10 @@ class KeysAccount:
     @property
     def complete(self) -> bool:
         return all(listener.complete for listener in self._listeners)
+
+    @property
+    def idle(self) -> bool:
+        return self.complete
 
     def next(self, told_all: bool) -> HeldBlocks | None:
         removed, stored = dict[int, bytes](), dict[int, bytes]()

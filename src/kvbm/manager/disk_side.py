@@ -67,6 +67,10 @@ class DiskSide:
     _health: DiskHealth = field(init=False)
     # Slots whose block was evicted and whose record is still there.
     _to_void: list[int] = field(default_factory=list, init=False)
+    # Facts of blocks, as the medium has read them; its thread adds to them.
+    _facts_read: deque[tuple[list[tuple[SlotIndex, BlockKey]], list[bytes]]] = field(
+        default_factory=deque, init=False
+    )
     # Polled and not yet looked at.
     _ended: deque[Completion] = field(default_factory=deque, init=False)
 
@@ -130,6 +134,7 @@ class DiskSide:
     def collect(self, until_s: float = inf) -> bool:
         """Take the completions; until that time, but one in any case. Whether there are some left."""
         self.void_emptied()
+        self._take_facts()
         self._ended += self.medium.poll()
         while self._ended:
             completion = self._ended.popleft()
@@ -239,9 +244,22 @@ class DiskSide:
     def _corrupt(self, keys: Sequence[BlockKey]) -> None:
         self.departed.note(Tier.DISK, keys, CORRUPT)
 
-    def _read_facts(self, slot: int) -> bytes:
-        read = getattr(self.medium, "facts", None)  # a tier need not keep them
-        return read(SlotIndex(slot), [self.pool.key_of(slot)])[0] if read is not None else b""
+    def _read_facts(self, slots: Sequence[int]) -> bool:
+        read = getattr(self.medium, "read_facts", None)  # a tier need not keep them
+        if read is None:
+            return False
+        blocks = [(SlotIndex(slot), self.pool.key_of(slot)) for slot in slots]
+        began: bool = read(blocks, lambda texts: self._facts_read.append((blocks, texts)))
+        return began
+
+    def _take_facts(self) -> None:
+        """Facts that were read; a slot may hold another block by now."""
+        while self._facts_read:
+            blocks, texts = self._facts_read.popleft()
+            found = zip(blocks, texts, strict=True)
+            self.facts.texts_read(
+                {slot: text for (slot, key), text in found if self.pool.find(key) == slot}
+            )
 
     def _committed(self, slots: Sequence[int]) -> None:
         self.facts.committed(slots)

@@ -173,4 +173,4 @@ class EventStream:
             if removed or stored or topic.cleared:
                 self._publisher.publish(topic.name, TierEvents(removed=removed, stored=stored), topic.cleared)
                 topic.cleared = False
-        return not all(listener.complete for listener in topic.listeners)
+        return not all(listener.idle for listener in topic.listeners)

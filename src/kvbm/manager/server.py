@@ -4,7 +4,7 @@ Answers come first; what policies learn of requests waits until no client does (
 
 Everything a manager owns is touched by this thread alone. Blocks are read and written by the tier's own threads, which
 report through its descriptor; so do the threads that open a tier, watch it and void its records. The loop never waits
-for a client, and for a medium only where events are published: what was said of a block on disk is read for them.
+for a client or a medium.
 """
 
 from __future__ import annotations

@@ -51,11 +51,16 @@ class SlotFact(NamedTuple):
 class SlotFacts:
     """The facts of one tier's slots, and those who listen to them. Owned by the manager's thread.
 
-    `read(slot)` gives the `SlotFact.text` of a block where the tier keeps it; without it all is kept here.
+    Where the tier keeps the `SlotFact.text` of its blocks, `read(slots)` begins to read them, and `texts_read` follows;
+    False: it cannot, as the tier is off. Without it all is kept here.
     """
 
     def __init__(
-        self, tier: Tier, slot_count: int, block_tokens: int, read: Callable[[int], bytes] | None = None
+        self,
+        tier: Tier,
+        slot_count: int,
+        block_tokens: int,
+        read: Callable[[Sequence[int]], bool] | None = None,
     ) -> None:
         self.tier = tier
         self.slot_count = slot_count
@@ -65,6 +70,9 @@ class SlotFacts:
         self._table = bytearray()
         self._state = bytearray()
         self._more: dict[int, bytes] = {}
+        # What the tier has read last, by slot; and whether it reads now.
+        self._texts: dict[int, bytes] = {}
+        self.is_reading = False
         self._listeners: list[TierListener] = []
 
     def note(self, slot: int, fact: SlotFact) -> None:
@@ -98,13 +106,28 @@ class SlotFacts:
         """Whether anything is said of the block in a slot."""
         return bool(self._state) and self._state[slot] != _UNKNOWN
 
+    def readable(self, slots: Sequence[int]) -> Sequence[int]:
+        """Those of these slots of which `of` can be asked. Where there is none, the tier begins to read."""
+        if self._read is None or not slots:
+            return slots
+        ready = [slot for slot in slots if slot in self._texts]
+        if not ready and not self.is_reading:
+            self.is_reading = self._read(slots)
+            return [] if self.is_reading else slots
+        return ready
+
+    def texts_read(self, texts: dict[int, bytes]) -> None:
+        """What the tier has read, by slot; empty where it knows nothing."""
+        self._texts, self.is_reading = texts, False
+
     def of(self, slot: int) -> SlotFact | None:
-        """What is said of the block in a slot; None where nothing is."""
+        """What is said of the block in a slot; None where nothing is. Where the tier keeps that, it has been read
+        (`readable`)."""
         if not self.known(slot):
             return None
         start = slot * self._entry_bytes
         entry = bytes(self._table[start : start + self._entry_bytes])
-        text = entry[KEY_BYTES:] if self._read is None else self._read(slot)
+        text = entry[KEY_BYTES:] if self._read is None else self._texts.get(slot, b"")
         return SlotFact.of_text(entry[:KEY_BYTES], text + self._more.get(slot, b""), self.token_bytes)
 
     def engine_hash(self, slot: int) -> bytes:
@@ -133,6 +156,7 @@ class SlotFacts:
                     listener.emptied(slot)
                 self._state[slot] = _UNKNOWN
                 self._more.pop(slot, None)
+                self._texts.pop(slot, None)
 
     def held_from(self, start: int, end: int) -> list[int]:
         """The slots from `start` up to `end` that hold a block of which something is said."""
@@ -189,6 +213,12 @@ class TierListener:
         """All that the tier holds has been told."""
         return not self._stored and not self._removed and self._looked_at >= self.facts.slot_count
 
+    @property
+    def idle(self) -> bool:
+        """There is nothing to tell now: all has been told, or what is left is being read."""
+        waits = self.facts.is_reading and not self._removed and self._looked_at >= self.facts.slot_count
+        return waits or self.complete
+
     def again(self) -> None:
         """Tell of all that the tier holds once more. What goes meanwhile is told of as ever."""
         self._looked_at, self._repeats = 0, True
@@ -209,7 +239,7 @@ class TierListener:
         self._looked_at = end
         slots = [slot for slot, _ in zip(self._stored, range(blocks_max), strict=False)]
         told = list[SlotFact]()
-        for slot in slots:
+        for slot in self.facts.readable(slots):
             del self._stored[slot]
             fact = self.facts.of(slot)
             if fact is not None:  # nobody spoke of it before the restart, or the tier lost it

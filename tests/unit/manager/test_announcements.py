@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from kvbm.block import KEY_BYTES, BlockKey, Tier
 from kvbm.framing import FACTS_BYTES_MAX, TOKEN_BYTES, encode
 from kvbm.hashing import join_keys, split_keys
-from kvbm.manager import announcements
+from kvbm.manager import announcements, assembly
 from kvbm.manager.announcements import next_events
 from kvbm.manager.slot_facts import SlotFact, SlotFacts
 from kvbm.protocol import (
@@ -24,7 +25,9 @@ from kvbm.protocol import (
     ResetReply,
     TierEvents,
 )
+from kvbm.tiers.disk.facts_file import FACTS_NAME
 from rigs.announcing import answer, store, tokens
+from rigs.gated_syscalls import GatedSyscalls
 from rigs.manager import KEYS, OTHER, Client, ManagerBench, refusal
 
 Held = set[tuple[int, bytes]]
@@ -178,7 +181,7 @@ def test_blocks_on_disk_are_told_of_and_a_restart_tells_them_again(
     manager.open = False
     manager, leader = on_disk(make_manager, tmp_path)
     account = Account(leader)
-    assert account.hear() == in_tier(DISK, KEYS[:8])
+    manager.until(lambda: account.hear() == in_tier(DISK, KEYS[:8]))
     assert account.before == dict(zip(KEYS[:8], (b"", *KEYS[:7]), strict=True))
     leader.send(Lookup(lookup=1, keys=join_keys(KEYS[:8])))
     answer(leader, LookupReply)
@@ -191,6 +194,45 @@ def test_blocks_on_disk_are_told_of_and_a_restart_tells_them_again(
     assert all(pool.evicted_count for pool in pools)
     held = {(int(pool.tier), key) for pool in pools for _, key in pool.resident()}
     manager.until(lambda: account.hear() == held)
+
+
+def test_facts_on_a_disk_that_hangs_keep_no_client(
+    make_manager: Callable[..., ManagerBench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come when it works again, and the loop does not turn for them meanwhile."""
+    kernel = GatedSyscalls()
+    monkeypatch.setattr(assembly, "open_disk_tier", partial(assembly.open_disk_tier, syscalls=kernel))
+    manager, leader = on_disk(make_manager, tmp_path)
+    store(leader, 1, KEYS[:8])
+    disk = manager.space().disk
+    assert disk is not None
+    manager.until(lambda: not disk.queued_count and disk.pool.counts().resident == 8)
+    kernel.shut("preadv", FACTS_NAME)
+    account = Account(leader)
+    manager.until(lambda: account.hear() == in_tier(HOST, KEYS[:8]))
+    kernel.wait_entered()
+    assert account.hear() == in_tier(HOST, KEYS[:8])
+    assert manager.server.idle
+    assert account.complete == 0
+    store(leader, 2, KEYS[8:10], KEYS[7])
+    kernel.open_gate()
+    manager.until(lambda: account.hear() == in_tier(HOST, KEYS[:10]) | in_tier(DISK, KEYS[:10]))
+    assert account.complete == 1
+
+
+def test_blocks_of_a_disk_that_is_off_are_told_of_when_it_works_again(
+    make_manager: Callable[..., ManagerBench], tmp_path: Path
+) -> None:
+    manager, leader = on_disk(make_manager, tmp_path)
+    store(leader, 1, KEYS[:8])
+    disk = manager.space().disk
+    assert disk is not None
+    manager.until(lambda: not disk.queued_count and disk.pool.counts().resident == 8)
+    disk.medium._fault.declare("broken by the test")  # type: ignore[attr-defined]  # as a failed call does
+    account = Account(leader)
+    manager.until(lambda: disk.fault or account.hear())
+    manager.until(lambda: manager.clock.advance(1.0) or not disk.trouble)
+    manager.until(lambda: account.hear() == in_tier(HOST, KEYS[:8]) | in_tier(DISK, KEYS[:8]))
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,12 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvbm.block import SlotIndex
+from kvbm.block import BlockKey, SlotIndex
 from kvbm.clock import Clock
 from kvbm.errors import KvbmError, TierError
 from kvbm.strict import record_swallowed
@@ -279,6 +280,25 @@ class Maintenance:
             failed = False
         finally:
             self._voids.written(failed)
+
+    # ---- facts
+
+    def read_facts(
+        self, blocks: Sequence[tuple[SlotIndex, BlockKey]], on_read: Callable[[list[bytes]], None]
+    ) -> bool:
+        """Read what was said of these blocks, a few hundred bytes of each, and call `on_read` with it in the control
+        thread; empty where nothing is known. One read at a time. False: the tier is off."""
+        if self._fault.text or self._closed:
+            return False
+        self._thread.run(partial(self._read_facts, blocks, on_read))
+        return True
+
+    def _read_facts(
+        self, blocks: Sequence[tuple[SlotIndex, BlockKey]], on_read: Callable[[list[bytes]], None]
+    ) -> None:
+        medium = self.medium
+        on_read([b"" if medium is None else medium.facts(slot, [key])[0] for slot, key in blocks])
+        self._wake()
 
     # ---- watching
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -202,11 +202,11 @@ class DiskTier:
         found, self._recovered = self._recovered, None
         return () if found is None else found
 
-    def facts(self, slot: SlotIndex, keys: Sequence[BlockKey]) -> list[bytes]:
-        """What was said of the blocks with these keys in the slots from `slot` on; empty where nothing is known. It
-        reads a few hundred bytes of each at once: ask for a few."""
-        medium = self._upkeep.medium
-        return medium.facts(slot, keys) if medium is not None else [b""] * len(keys)
+    def read_facts(
+        self, blocks: Sequence[tuple[SlotIndex, BlockKey]], on_read: Callable[[list[bytes]], None]
+    ) -> bool:
+        """As `Maintenance.read_facts`."""
+        return self._upkeep.read_facts(blocks, on_read)
 
     @property
     def load_room(self) -> int:

@@ -94,7 +94,10 @@ def test_a_tier_gives_back_what_was_said_also_after_a_restart(tmp_path: Path) ->
     tier.close(keep=True)
     tier = opened(tmp_path)
     found = {block.key: block.slot for block in tier.recovered()}
-    assert [tier.facts(found[key], [key])[0] for key in KEYS[:2]] == [b"one", b"two"]
+    read = list[list[bytes]]()
+    assert tier.read_facts([(found[key], key) for key in KEYS[:2]], read.append)
+    assert tier.drain(60.0)
+    assert read == [[b"one", b"two"]]
     tier.close(keep=True)
     tier = opened(tmp_path, keeps_facts=False)
     assert len(list(tier.recovered())) == 2
