@@ -1,4 +1,5 @@
-"""The rule of the manager's thread: in a turn of its loop it makes no call to a disk, the network or a name service.
+"""The rule of the manager's thread: in a turn of its loop it makes no call to a disk, the network or a name service, and
+waits for no lock of a file and for no thread.
 
 `turn()` replaces these calls while a turn lasts: made by the thread that is in it they raise, other threads make them
 as ever. What the thread may do all the same is listed here, each with its reason.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import fcntl
 import io
 import os
 import socket
@@ -53,16 +55,15 @@ _turn = _Turn()
 @contextlib.contextmanager
 def turn() -> Iterator[None]:
     """A turn of the loop, in this thread."""
-    genuine = [(owner, name, getattr(owner, name)) for owner, name in _watched()]
-    for owner, name, call in genuine:
-        setattr(owner, name, _guarded(name, call))
-    _turn.lasts = True
-    try:
+    with contextlib.ExitStack() as ends:
+        for owner, name in _watched():
+            inherited = name not in vars(owner)
+            call = getattr(owner, name)
+            setattr(owner, name, _guarded(name, call))
+            ends.callback(*((delattr, owner, name) if inherited else (setattr, owner, name, call)))
+        _turn.lasts = True
+        ends.callback(setattr, _turn, "lasts", False)
         yield
-    finally:
-        _turn.lasts = False
-        for owner, name, call in genuine:
-            setattr(owner, name, call)
 
 
 def _watched() -> Iterator[tuple[Any, str]]:
@@ -70,6 +71,7 @@ def _watched() -> Iterator[tuple[Any, str]]:
     yield from ((socket, name) for name in _SOCKET)
     yield from ((Syscalls, name) for name in SYSCALLS)
     yield from ((module, "open") for module in (builtins, io))
+    yield from ((socket.socket, "connect"), (fcntl, "flock"), (threading.Thread, "join"))
 
 
 def _guarded(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,7 +88,12 @@ def _guarded(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check(name: str, args: tuple[Any, ...]) -> None:
-    """Raise ForbiddenCall unless the call is about memory, or known."""
+    """Raise ForbiddenCall unless the call waits for nothing, is about memory, or is known."""
+    match args:
+        case (socket.socket() as connection, *_) if connection.gettimeout() == 0.0:
+            return
+        case (threading.Thread() as thread, *_) if not thread.is_alive():
+            return
     subject = next((arg for arg in args if isinstance(arg, int | str | bytes | os.PathLike)), None)
     where = os.fsdecode(subject) if isinstance(subject, str | bytes | os.PathLike) else _target(subject)
     if where.startswith((*MEMORY, *KERNEL_FILES)):

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvbm.manager.closing import RELEASE_S_MIN, close_spaces, drop_space
+from kvbm.manager.closing import CLOSE_S_MAX, RELEASE_S_MIN, close_spaces, drop_space
 from rigs.space import KEYS, OTHER, Bench
 
 DEADLINE_S = 30.0
@@ -51,6 +51,18 @@ def test_a_tier_whose_close_does_not_end_is_abandoned(monkeypatch: pytest.Monkey
     assert ended.wait(DEADLINE_S)
     bench.open = False
     bench.close()
+
+
+def test_all_that_is_waited_for_fits_into_the_five_seconds_of_an_orderly_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, left_s = Bench(), list[float]()
+    genuine = bench.tier.close
+    monkeypatch.setattr(bench.tier, "close", lambda keep, deadline_s: left_s.append(deadline_s))
+    close_spaces([bench.space], keep=True)
+    assert 0.0 < left_s[0] <= CLOSE_S_MAX < 5.0
+    bench.open = False
+    genuine(keep=False)
 
 
 def test_a_space_that_is_dropped_waits_for_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -32,6 +34,9 @@ FORBIDDEN: dict[str, Callable[[Path], object]] = {
     "a call of the disk tier": lambda path: Syscalls().free_bytes(str(path)),
     "a name service": lambda path: socket.getaddrinfo("localhost", 1),
     "a network": lambda path: socket.create_connection(("127.0.0.1", 1)),
+    "a socket that waits": lambda path: socket.socket().connect(("127.0.0.1", 1)),
+    "a lock of a file": lambda path: fcntl.flock(_open(path), fcntl.LOCK_SH),
+    "a thread": lambda path: threading.main_thread().join(),
 }
 _opened: list[int] = []
 
@@ -56,7 +61,14 @@ def test_calls_that_may_take_long_are_refused_in_a_turn(tmp_path: Path, name: st
 
 
 def test_memory_and_what_the_kernel_knows_may_be_asked_for_in_a_turn() -> None:
-    with turn():
+    ended = threading.Thread(target=lambda: None)
+    ended.start()
+    ended.join()
+    with turn(), socket.socket() as connection:
+        connection.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            connection.connect(("127.0.0.1", 1))
+        ended.join()
         memory = os.memfd_create("x")
         os.ftruncate(memory, 4096)
         os.close(memory)
@@ -105,10 +117,13 @@ def test_a_call_to_the_disk_that_does_not_end_keeps_no_client(
     expect_host_hits()
     leader.send(Reset(tier="disk"))
     expect_host_hits()
+    shutil.rmtree(disk)  # another directory is made
     side.medium._fault.declare("broken by the test")
     for _ in range(3):
         bench.tick(HEAL_S_MAX)
         expect_host_hits()
+    kernel.wait_entered()
+    expect_host_hits()
     kernel.open_gate()
     bench.until(lambda: bench.clock.advance(1.0) or not side.trouble, "it never came back")
     expect_host_hits()
