@@ -42,9 +42,14 @@ class ControlThread:
                 self._operations.append(operation)
                 self._queued.notify()
 
+    def begin_step(self) -> None:
+        """In an operation: its next step begins."""
+        with self._lock:
+            self._begun_s = self._clock()
+
     @property
     def busy_s(self) -> float:
-        """How long the operation that runs now has been running, in seconds; 0 without one."""
+        """How long the operation that runs now, or its step, has been running, in seconds; 0 without one."""
         with self._lock:
             return 0.0 if self._begun_s is None else self._clock() - self._begun_s
 

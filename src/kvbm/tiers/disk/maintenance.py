@@ -32,6 +32,8 @@ log = logging.getLogger("kvbm.tiers.disk.tier")
 
 SYNC_S_MAX = 1.0
 """What is not durable while an operation takes that long is marked beside the medium."""
+SYNC_EXTRA_S = 2.25
+"""A sync writes all that a drive has cached: it may take so much longer than other operations."""
 STRETCHES_AT_ONCE = 64
 """Voids that are written before another operation has its turn."""
 
@@ -90,8 +92,9 @@ class Maintenance:
         self.medium: DiskMedium | None = None
         self._home: Path | None = None
         self._voids = Voids(slot_count)
-        self._sync_wanted, self._sync_queued = 0, False
+        self._sync_wanted, self._sync_queued, self._is_syncing = 0, False, False
         self._marks = ResetMarks(options.namespace.short, options.root, options.notes_dir, syscalls)
+        self._is_noting = False
         self._mark_lock = threading.Lock()
         # Guarded by the lock: the number of the last mark, and up to which `sync` it counts.
         self._mark = self._marked = 0
@@ -114,8 +117,9 @@ class Maintenance:
 
     @property
     def busy_s(self) -> float:
-        """How long the operation that runs now has been running, in seconds; 0 without one."""
-        return self._thread.busy_s
+        """How long the call that runs now has been running, in seconds, a sync less `SYNC_EXTRA_S`; 0 without one."""
+        busy_s = self._thread.busy_s
+        return max(0.0, busy_s - SYNC_EXTRA_S) if self._is_syncing else busy_s
 
     def wait_idle(self, deadline_s: float) -> bool:
         """Wait until nothing is queued or running; False when `deadline_s` seconds were not enough."""
@@ -213,13 +217,14 @@ class Maintenance:
         """In each turn: a reset that the medium does not record, because it is off or hangs, is marked beside it. The
         medium records it when it can."""
         wanted, stuck = self._sync_wanted, self._fault.text or self.busy_s >= SYNC_S_MAX
-        if stuck and wanted > max(self.synced, self._mark_wanted):
-            self._mark_wanted = wanted
+        if stuck and wanted > max(self.synced, self._mark_wanted) and not self._is_noting:
+            self._mark_wanted, self._is_noting = wanted, True
             try:
                 threading.Thread(
                     target=self._add_mark, args=(wanted,), name="kvbm-disk-mark", daemon=True
                 ).start()
             except RuntimeError as error:
+                self._is_noting = False
                 log.warning("disk tier: a reset is not marked: a thread cannot be started: %s", error)
         if self._mark > self._recorded_mark and not self._fault.text:
             self._queue_sync()
@@ -232,8 +237,11 @@ class Maintenance:
                 self._mark, self._marked = max(self._mark, number), max(self._marked, wanted)
             self._wake()
 
+        def leave_notes() -> None:
+            self._is_noting = False
+
         try:
-            self._marks.add(self._mark, note)
+            self._marks.add(self._mark, note, leave_notes)
         except OSError as error:
             if self._marked < wanted:
                 log.warning("disk tier: a reset is not marked beside %s: %s", self._options.root, error)
@@ -251,12 +259,17 @@ class Maintenance:
         try:
             while (stretch := self._voids.take()) is not None:
                 self._void(medium, stretch)
+            self._is_syncing = True
+            self._thread.begin_step()
             medium.sync()
             medium.note_reset(mark)
         except OSError as error:
             self._fault.turn_off("voiding slots in the journal", error)
         else:
             self._synced, self._recorded_mark = wanted, mark
+        finally:
+            self._thread.begin_step()
+            self._is_syncing = False
         self._wake()
 
     def _write_voids(self) -> None:
@@ -275,6 +288,7 @@ class Maintenance:
     def _void(self, medium: DiskMedium, stretch: range) -> None:
         """Raises OSError."""
         failed = True
+        self._thread.begin_step()
         try:
             medium.void(SlotIndex(stretch.start), len(stretch))
             failed = False
@@ -296,8 +310,11 @@ class Maintenance:
     def _read_facts(
         self, blocks: Sequence[tuple[SlotIndex, BlockKey]], on_read: Callable[[list[bytes]], None]
     ) -> None:
-        medium = self.medium
-        on_read([b"" if medium is None else medium.facts(slot, [key])[0] for slot, key in blocks])
+        medium, texts = self.medium, list[bytes]()
+        for slot, key in blocks:
+            self._thread.begin_step()
+            texts.append(medium.facts(slot, [key])[0] if medium is not None else b"")
+        on_read(texts)
         self._wake()
 
     # ---- watching

@@ -37,16 +37,20 @@ class ResetMarks:
         """The highest number of all marks, 0 without one. Raises OSError where it cannot be known."""
         return max(self._read(self._root), self._read(self._notes_dir) if self._notes_dir is not None else 0)
 
-    def add(self, above: int, on_written: Callable[[int], None]) -> None:
+    def add(self, above: int, on_written: Callable[[int], None], on_noted: Callable[[], None]) -> None:
         """Write a mark with a number above this one and those that are there. `on_written` is called with its number
-        as soon as it lies in one place. Raises OSError for a place that takes none.
+        as soon as it lies in one place, `on_noted` when `notes_dir` has answered: until then a second thread would
+        hang there too. Raises OSError for a place that takes none.
 
         The disk itself comes last, and while it keeps another call it is left out: it may never answer.
         """
-        if self._notes_dir is not None:
-            with contextlib.suppress(OSError):  # the disk's root may take it
-                above = self._write(self._notes_dir, Syscalls(), above)
-                on_written(above)
+        try:
+            if self._notes_dir is not None:
+                with contextlib.suppress(OSError):  # the disk's root may take it
+                    above = self._write(self._notes_dir, Syscalls(), above)
+                    on_written(above)
+        finally:
+            on_noted()
         if self._in_root.acquire(blocking=False):
             try:
                 on_written(self._write(self._root, self._syscalls, above - 1))

@@ -25,6 +25,7 @@ from kvbm.testing.stored_runs import (
     store,
 )
 from kvbm.tiers.contract import BlockHead
+from kvbm.tiers.disk.maintenance import SYNC_EXTRA_S
 from kvbm.tiers.disk.medium import DiskMedium
 from kvbm.tiers.disk.tier import WATCH_PERIOD_S, DiskTier, open_disk_tier
 from kvbm.tiers.disk.voids import STRETCH_SLOTS_MAX, Voids
@@ -39,8 +40,14 @@ class Bench:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.clock = ManualClock()
-        self.kernel = GatedSyscalls()
+        self.write_s, self.busy_s = 0.0, list[float]()
+        self.kernel = GatedSyscalls(self.on_call)
         self.tier = self.open()
+
+    def on_call(self, operation: str) -> None:
+        if operation == "pwritev" and self.write_s:
+            self.busy_s.append(self.tier.busy_s)
+            self.clock.advance(self.write_s)
 
     def open(self) -> DiskTier:
         return open_disk_tier(
@@ -136,6 +143,31 @@ def test_looking_at_files_that_hang_keeps_nobody(bench: Bench) -> None:
     bench.clock.advance(WATCH_PERIOD_S)
     assert bench.tier.poll() == []
     assert bench.tier.busy_s == WATCH_PERIOD_S
+
+
+def test_each_of_many_voids_counts_for_itself(bench: Bench) -> None:
+    """A disk that is healthy and slow is not taken for one that hangs."""
+    bench.write_s = 0.5
+    bench.kernel.shut("pwritev", "journal", calls_max=1)
+    bench.tier.forget(SlotIndex(0))
+    bench.kernel.wait_entered()
+    for slot in (2, 4, 6):
+        bench.tier.forget(SlotIndex(slot))
+    bench.kernel.open_gate()
+    assert bench.tier.drain(DEADLINE_S)
+    assert bench.busy_s == [0.0] * 4
+
+
+def test_a_sync_may_take_longer_than_other_calls(bench: Bench) -> None:
+    bench.kernel.shut("fdatasync")
+    bench.tier.sync()
+    bench.kernel.wait_entered()
+    bench.clock.advance(SYNC_EXTRA_S)
+    assert bench.tier.busy_s == 0.0
+    bench.clock.advance(1.0)
+    assert bench.tier.busy_s == 1.0
+    bench.kernel.open_gate()
+    assert bench.tier.drain(DEADLINE_S)
 
 
 def test_voids_are_written_in_stretches() -> None:

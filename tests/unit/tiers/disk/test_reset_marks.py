@@ -13,7 +13,7 @@ from kvbm.block import SlotIndex
 from kvbm.clock import ManualClock
 from kvbm.testing.stored_runs import DEADLINE_S, LAYOUT, NAMESPACE, by_slot, heal, make_key, store
 from kvbm.tiers.disk import reset_marks
-from kvbm.tiers.disk.maintenance import SYNC_S_MAX
+from kvbm.tiers.disk.maintenance import SYNC_EXTRA_S, SYNC_S_MAX
 from kvbm.tiers.disk.syscalls import Syscalls
 from kvbm.tiers.disk.tier import DiskTier, open_disk_tier
 from rigs.faulty_syscalls import Fault, FaultRule, FaultySyscalls
@@ -163,7 +163,7 @@ def test_a_reset_while_the_disk_hangs_is_marked_and_recorded_when_it_goes_on(
     kernel.wait_entered()
     tier.poll()
     assert tier.synced < wanted and not list(bench.notes_dir.iterdir()), "it may end in a moment"
-    bench.clock.advance(SYNC_S_MAX)
+    bench.clock.advance(SYNC_S_MAX if operation != "fdatasync" else SYNC_EXTRA_S + SYNC_S_MAX)
     tier.poll()
     join_marking()
     assert tier.synced == wanted
@@ -195,13 +195,41 @@ def test_a_reset_is_marked_while_the_root_of_the_disk_keeps_an_earlier_mark(benc
     join_marking()
 
 
+def test_one_thread_waits_for_a_second_place_that_hangs(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, entered, opened = bench.open(), list[Path](), threading.Event()
+    fill(tier)
+    tier._fault.declare("broken by the test")
+    genuine = reset_marks.read_private
+
+    def read_private(path: str) -> bytes:
+        if Path(path).parent == bench.notes_dir:
+            entered.append(Path(path))
+            assert opened.wait(DEADLINE_S)
+        return genuine(path)
+
+    monkeypatch.setattr(reset_marks, "read_private", read_private)
+    for _ in range(5):
+        wanted = reset(tier)
+        tier.poll()
+    marking = [thread for thread in threading.enumerate() if thread.name == "kvbm-disk-mark"]
+    opened.set()
+    assert len(marking) == 1
+    join_marking()
+    assert tier.synced < wanted
+    wait_for_marks(tier)
+    assert tier.synced == wanted
+    assert len(entered) == 2
+
+
 def test_numbers_grow_though_the_clock_goes_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.root.mkdir()
     marks = reset_marks.ResetMarks(NAMESPACE.short, bench.root, bench.notes_dir, Syscalls())
     numbers = list[int]()
     for now_ns in (2000, 1000, 3000, 10):
         monkeypatch.setattr("time.time_ns", lambda now_ns=now_ns: now_ns)
-        marks.add(0, numbers.append)
+        marks.add(0, numbers.append, lambda: None)
         assert marks.newest() == numbers[-1]
     assert numbers == [2000, 2000, 2001, 2001, 3000, 3000, 3001, 3001]
 
