@@ -1,5 +1,5 @@
-"""The rule of the manager's thread: in a turn of its loop it makes no call to a disk, the network or a name service, and
-waits for no lock of a file and for no thread.
+"""The rule of the manager's thread: in a turn of its loop it makes no call to a disk, the network or a name service.
+It waits for no lock of a file and for no thread.
 
 `turn()` replaces these calls while a turn lasts: made by the thread that is in it they raise, other threads make them
 as ever. What the thread may do all the same is listed here, each with its reason.
