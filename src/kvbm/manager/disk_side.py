@@ -28,7 +28,7 @@ from kvbm.tiers.contract import BlockHead, Completion, RecoveredBlock, RunTier
 from kvbm.tiers.host import HostArena
 
 SLICES_AT_ONCE = 3
-"""Of an index, when its medium has just been opened."""
+"""Of an index, and of what is taken over, when the medium has just been opened."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -173,7 +173,7 @@ class DiskSide:
         before = self.pool
         self._index(before)
         self.pool.evicted += before.evicted
-        self.pool.favouring.take_over(before.favouring, self.clock())
+        self._begin(self.pool.favouring.taking_over(before.favouring, self.clock(), self.slice_blocks))
 
     def _index(self, before: SlotPool[BlockKey] | None = None) -> None:
         """Index the blocks that the medium holds, in slices, and start with empty queues. `before` is an earlier index
@@ -185,10 +185,12 @@ class DiskSide:
         self.held.indexed_anew(self.pool)
         self.pool.on_committed = self._committed
         self._make_queues()
-        indexing = self._indexing(self.pool, self.medium.recovered(), before)
-        # A small tier is indexed at once.
-        if not any(next(indexing, self) is self for _ in range(SLICES_AT_ONCE)):
-            self.backlog.add(indexing)
+        self._begin(self._indexing(self.pool, self.medium.recovered(), before))
+
+    def _begin(self, work: Iterator[None]) -> None:
+        """That of a small tier is done at once."""
+        if not any(next(work, self) is self for _ in range(SLICES_AT_ONCE)):
+            self.backlog.add(work)
 
     def _indexing(
         self, pool: SlotPool[BlockKey], blocks: Iterable[RecoveredBlock], before: SlotPool[BlockKey] | None
@@ -257,9 +259,7 @@ class DiskSide:
         while self._facts_read:
             blocks, texts = self._facts_read.popleft()
             found = zip(blocks, texts, strict=True)
-            self.facts.texts_read(
-                {slot: text for (slot, key), text in found if self.pool.find(key) == slot}
-            )
+            self.facts.texts_read({slot: text for (slot, key), text in found if self.pool.find(key) == slot})
 
     def _committed(self, slots: Sequence[int]) -> None:
         self.facts.committed(slots)

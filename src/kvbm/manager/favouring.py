@@ -4,11 +4,12 @@ retained block. Until then it is asked as it is, and nothing is counted.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvbm.block import NO_SLOT, BlockState
 from kvbm.policy import EvictionPolicy
+from kvbm.slices import SLICE_BLOCKS, batches
 
 if TYPE_CHECKING:
     from kvbm.policy.favours import Favours
@@ -107,19 +108,22 @@ class Favouring:
         if self.favours is not None:
             self.favours.retained.end_absent(entries)
 
-    def take_over(self, other: Favouring, now_s: float) -> None:
-        """Who was active in another pool, whose blocks have come here, is active, and what was retained is."""
+    def taking_over(self, other: Favouring, now_s: float, at_once: int = SLICE_BLOCKS) -> Iterator[None]:
+        """Who was active in another pool, whose blocks have come here, is active, and what was retained is. In slices
+        of so many blocks."""
         if (before := other.favours) is None:
             return
         for tenant, asked_s in before.shares.active():
             self.asks(tenant, asked_s)
-        for each in before.retained.all():
-            whose = before.shares.name(each.tenant)
-            if whose is not None and each.until_s > now_s:
-                self.favours = self.favours or self._put_on()
-                self.favours.stored_for(whose, NO_SLOT)
-                slots = self._pool.slots_of((each.key,))
-                self.favours.retain((each.key,), slots, each.until_s, each.priority, now_s)
+        for some in batches(list(before.retained.all()), at_once):
+            for each in some:
+                whose = before.shares.name(each.tenant)
+                if whose is not None and each.until_s > now_s:
+                    self.favours = self.favours or self._put_on()
+                    self.favours.stored_for(whose, NO_SLOT)
+                    slots = self._pool.slots_of((each.key,))
+                    self.favours.retain((each.key,), slots, each.until_s, each.priority, now_s)
+            yield
 
     def check(self, used: int) -> None:
         """Assert that every slot that is not free, of which there are `used`, counts for somebody, once."""

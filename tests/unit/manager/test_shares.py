@@ -171,7 +171,7 @@ def test_a_pool_that_is_indexed_anew_keeps_who_was_active_and_what_is_retained()
     )
     after: SlotPool[BlockKey] = SlotPool(Tier.DISK, 16, LeafFirstLru(16), salt_share=0.5)
     recover(after, [(keys[0], None, 0)], 3.0)
-    after.favouring.take_over(before.favouring, 3.0)
+    assert len(list(after.favouring.taking_over(before.favouring, 3.0, at_once=1))) == 2
     assert after.favouring.favours is not None
     assert after.favouring.retains(0, 49.0)
     assert not after.favouring.retains(0, 51.0)

@@ -106,6 +106,7 @@ class Maintenance:
         self._slot_count = slot_count
         # Forgotten since the attempt to open began, which may have read the journal before: a byte a slot.
         self._forgotten = bytearray()
+        self._has_forgotten = False
         self.is_opening = False
         self._closed = False
         self._thread = ControlThread(clock)
@@ -137,15 +138,25 @@ class Maintenance:
     def opened(self) -> Opening | None:
         """How the attempt that `open` began has ended, once; None while it goes on."""
         opening, self._opening = self._opening, None
-        if opening is not None:
-            self.is_opening = False
-            if opening.recovered is not None:
-                opening = Opening(opening.recovered.without(self._forgotten))
+        if opening is None:
+            return None
+        if opening.recovered is not None and self._has_forgotten:
+            self._has_forgotten = False
+            self._thread.run(partial(self._filter, opening.recovered))
+            return None
+        self.is_opening = False
         return opening
 
+    def _filter(self, recovered: RecoveredBlocks) -> None:
+        """Leave out what was forgotten while the medium was opened."""
+        self._report_opening(lambda: recovered.without(self._forgotten))
+
     def _open(self) -> None:
+        self._report_opening(self._open_anew)
+
+    def _report_opening(self, work: Callable[[], RecoveredBlocks]) -> None:
         try:
-            opening = Opening(self._open_anew())
+            opening = Opening(work())
         except KvbmError as error:
             opening = Opening(None, error)
         except Exception as error:
@@ -166,7 +177,7 @@ class Maintenance:
         if medium.path != self._home:
             self._voids.clear()  # they were of another directory
         try:
-            recovered, forgotten = medium.recover(), bytearray(self._slot_count)
+            recovered, forgotten = medium.recover(), self._forgotten
             while (stretch := self._voids.take()) is not None:
                 self._void(medium, stretch)
                 forgotten[stretch.start : stretch.stop] = b"\1" * len(stretch)
@@ -180,6 +191,7 @@ class Maintenance:
             text = f"disk tier: cannot read the journal in {medium.path}: {reason_of(error)}"
             raise TierError(text) from error
         self.medium, self._home, self._recorded_mark = medium, medium.path, mark
+        self._has_forgotten = False  # it is set after a slot is marked
         return recovered.without(forgotten)
 
     def _go_on(self) -> None:
@@ -193,6 +205,7 @@ class Maintenance:
         """Void the records of these slots, soon. Any thread."""
         if self.is_opening:
             self._forgotten[slot : slot + count] = b"\1" * count
+            self._has_forgotten = True
         if self._voids.add(slot, count):
             self._thread.run(self._write_voids)
 

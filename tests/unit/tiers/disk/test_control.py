@@ -288,6 +288,28 @@ def test_voids_and_syncs_go_on_after_the_tier_was_opened_again(bench: Bench) -> 
     assert crash(bench) == [0, 3]
 
 
+def test_what_was_forgotten_meanwhile_is_filtered_out_by_the_control_thread(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million blocks are half a second's work."""
+    threads, genuine = list[str](), RecoveredBlocks.without
+
+    def without(blocks: RecoveredBlocks, gone: bytearray) -> RecoveredBlocks:
+        threads.append(threading.current_thread().name)
+        return genuine(blocks, gone)
+
+    monkeypatch.setattr(RecoveredBlocks, "without", without)
+    for slot in range(4):
+        store(bench.tier, LAYOUT, make_key(slot), slot)
+    bench.tier._fault.declare("broken by the test")
+    assert bench.tier.heal() is Outcome.PENDING
+    assert bench.tier.drain(DEADLINE_S)
+    bench.tier.forget(SlotIndex(2))
+    assert heal(bench.tier)
+    assert threads == ["kvbm-disk-control"] * 2
+    assert sorted(by_slot(bench.tier.recovered())) == [0, 1, 3]
+
+
 def test_voids_go_on_where_none_was_synced(bench: Bench) -> None:
     for slot in range(4):
         store(bench.tier, LAYOUT, make_key(slot), slot)
