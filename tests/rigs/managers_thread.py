@@ -92,7 +92,7 @@ def _check(name: str, args: tuple[Any, ...]) -> None:
     match args:
         case (socket.socket() as connection, *_) if connection.gettimeout() == 0.0:
             return
-        case (threading.Thread() as thread, *_) if not thread.is_alive():
+        case (threading.Thread() as thread, *timeout) if timeout == [0.0] or not thread.is_alive():
             return
     subject = next((arg for arg in args if isinstance(arg, int | str | bytes | os.PathLike)), None)
     where = os.fsdecode(subject) if isinstance(subject, str | bytes | os.PathLike) else _target(subject)
