@@ -184,6 +184,7 @@ class MirrorMachine(RuleBasedStateMachine):
         pool.on_committed = None
         recover(pool, [(key, None, (i + shift) % slots) for i, key in enumerate(kept)], self.tick())
         self.pools[tier], self.filling[tier], self.held[tier] = pool, {}, set(kept)
+        self.index[tier].emptied(range(self.index[tier].slot_count))
         self.index[tier].indexed_anew(pool)
         pool.on_committed = self.index[tier].committed
 

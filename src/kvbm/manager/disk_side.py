@@ -27,6 +27,8 @@ from kvbm.slices import SLICE_BLOCKS, Backlog, batches
 from kvbm.tiers.contract import BlockHead, Completion, RecoveredBlock, RunTier
 from kvbm.tiers.host import HostArena
 
+LEFT_AT_ONCE = 2048
+"""Slots of which listeners are told in one slice."""
 SLICES_AT_ONCE = 3
 """Of an index, and of what is taken over, when the medium has just been opened."""
 
@@ -67,6 +69,9 @@ class DiskSide:
     _health: DiskHealth = field(init=False)
     # Slots whose block was evicted and whose record is still there.
     _to_void: list[int] = field(default_factory=list, init=False)
+    # While the medium is off: listeners are told that its blocks have gone, and have been told so.
+    _is_leaving: bool = field(default=False, init=False)
+    _has_left: bool = field(default=False, init=False)
     # Facts of blocks, as the medium has read them; its thread adds to them.
     _facts_read: deque[tuple[list[tuple[SlotIndex, BlockKey]], list[bytes]]] = field(
         default_factory=deque, init=False
@@ -153,7 +158,10 @@ class DiskSide:
         self.void_emptied()
         # Blocks that were cleared meanwhile are voided before the medium is read again.
         ready = not self.queued_count and not self.pool.cleared_count
-        if self.fault and ready and self._health.comes_back():
+        if self.fault and ready and not self._is_leaving:
+            self._is_leaving = True
+            self._begin(self._leaving())
+        if self.fault and ready and self._has_left and self._health.comes_back():
             self.onboarder.healed()
             self._index_anew()
         return again
@@ -168,6 +176,16 @@ class DiskSide:
         left = self.offloader.queued_count
         return left > 0 and not (idle and left >= before)
 
+    def _leaving(self) -> Iterator[None]:
+        """Tell listeners that the blocks of a medium that is off have gone: where it works again, others lie there."""
+        self.held.pool = None
+        for start in range(0, self.medium.slot_count, LEFT_AT_ONCE):
+            slots = range(start, min(start + LEFT_AT_ONCE, self.medium.slot_count))
+            self.facts.emptied(slots)
+            self.held.emptied(slots)
+            yield
+        self._has_left = True
+
     def _index_anew(self) -> None:
         """Index what a medium that works again has brought back; what it has not is evicted."""
         before = self.pool
@@ -181,7 +199,7 @@ class DiskSide:
         policy = make_policy(self.eviction, self.medium.slot_count)
         slots = self.medium.slot_count
         self.pool = SlotPool(Tier.DISK, slots, policy, self._emptied, salt_share=self.salt_share)
-        self.facts.emptied(range(slots))
+        self._is_leaving = self._has_left = False
         self.held.indexed_anew(self.pool)
         self.pool.on_committed = self._committed
         self._make_queues()

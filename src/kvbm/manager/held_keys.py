@@ -48,10 +48,9 @@ class HeldKeys:
             listener.emptied(slots)
 
     def indexed_anew(self, pool: SlotPool[BlockKey]) -> None:
-        """All blocks lie in other slots, or have gone: listeners are told everything again."""
+        """Blocks lie in other slots, after all slots were emptied: listeners are told everything again."""
         self.pool = pool
         for listener in self._listeners:
-            listener.emptied(range(self.slot_count))
             listener.again()
 
     def listen(self) -> KeyListener:

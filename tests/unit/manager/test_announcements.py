@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import pytest
 from kvbm.block import KEY_BYTES, BlockKey, Tier
 from kvbm.framing import FACTS_BYTES_MAX, TOKEN_BYTES, encode
 from kvbm.hashing import join_keys, split_keys
-from kvbm.manager import announcements, assembly
+from kvbm.manager import announcements, assembly, disk_side
 from kvbm.manager.announcements import next_events
 from kvbm.manager.slot_facts import SlotFact, SlotFacts
 from kvbm.protocol import (
@@ -221,18 +221,29 @@ def test_facts_on_a_disk_that_hangs_keep_no_client(
 
 
 def test_blocks_of_a_disk_that_is_off_are_told_of_when_it_works_again(
-    make_manager: Callable[..., ManagerBench], tmp_path: Path
+    make_manager: Callable[..., ManagerBench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """They are taken for gone until then, some at a time."""
     manager, leader = on_disk(make_manager, tmp_path)
     store(leader, 1, KEYS[:8])
     disk = manager.space().disk
     assert disk is not None
     manager.until(lambda: not disk.queued_count and disk.pool.counts().resident == 8)
-    disk.medium._fault.declare("broken by the test")  # type: ignore[attr-defined]  # as a failed call does
     account = Account(leader)
-    manager.until(lambda: disk.fault or account.hear())
+    manager.until(lambda: account.hear() == in_tier(HOST, KEYS[:8]) | in_tier(DISK, KEYS[:8]))
+    monkeypatch.setattr(disk_side, "LEFT_AT_ONCE", 3)
+    genuine, slices = disk.facts.emptied, list[int]()
+
+    def emptied(slots: Sequence[int]) -> None:
+        slices.append(len(slots))
+        genuine(slots)
+
+    monkeypatch.setattr(disk.facts, "emptied", emptied)
+    disk.medium._fault.declare("broken by the test")  # type: ignore[attr-defined]  # as a failed call does
+    manager.until(lambda: account.hear() == in_tier(HOST, KEYS[:8]))
     manager.until(lambda: manager.clock.advance(1.0) or not disk.trouble)
     manager.until(lambda: account.hear() == in_tier(HOST, KEYS[:8]) | in_tier(DISK, KEYS[:8]))
+    assert max(slices) == 3
 
 
 @pytest.mark.parametrize(
