@@ -11,9 +11,9 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Generic, TypeVar
 
-_MASK = 63
+_MASK = 255
 _SHIFT = 40
-"""The six bits of a key's hash above these choose its part: its place in the part is chosen by the lowest ones."""
+"""The eight bits of a key's hash above these choose its part: its place in the part is chosen by the lowest ones."""
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 """The key of a block and of the chain up to it: `BlockKey` in the manager, a number in the simulator."""

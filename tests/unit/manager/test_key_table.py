@@ -38,4 +38,4 @@ def test_no_part_has_many_of_the_keys() -> None:
     table: KeyTable[bytes, int] = KeyTable()
     keys = [hashlib.sha256(b"%d" % number).digest() for number in range(64_000)]
     table.put_each(keys, range(64_000))
-    assert max(map(len, table._parts)) < 1_300
+    assert max(map(len, table._parts)) < 400
