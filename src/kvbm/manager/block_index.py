@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence, Set
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvbm.block import NO_SLOT, BlockState, SlotIndex
 from kvbm.manager.key_table import KeyT, KeyTable
 from kvbm.slices import sliced
+
+if TYPE_CHECKING:
+    import numpy as np
 
 KeyT_contra = TypeVar("KeyT_contra", bound=Hashable, contravariant=True)
 
@@ -19,13 +22,21 @@ _RUN_STEP = 8
 _SCATTERED_MAX = 16
 
 
+def empty_objects(count: int) -> np.ndarray:
+    """An array of Python objects, all of them None."""
+    import numpy as np  # takes too long to load to be imported before there is a tier
+
+    return np.empty(count, object)
+
+
 class BlockIndex(Generic[KeyT]):
     """The key of every slot, and the slot of every block that is resident or being filled. `state` has a byte for each
     slot, which whoever owns the slots keeps up to date, as it does the rest."""
 
     def __init__(self, slot_count: int, state: bytearray) -> None:
         self._slots: KeyTable[KeyT, int] = KeyTable()
-        self._keys: list[KeyT | None] = [None] * slot_count
+        # No list: the garbage collector would look at each of its items, 13 ms for a million.
+        self._keys: np.ndarray = empty_objects(slot_count)
         self._state = state
         self.found_at_once = FOUND_AT_ONCE
         # Slots that were emptied since the latest `finding` began.
@@ -35,7 +46,7 @@ class BlockIndex(Generic[KeyT]):
 
     def key_of(self, slot: int) -> KeyT:
         """The key of a slot that is not free."""
-        key = self._keys[slot]
+        key: KeyT | None = self._keys[slot]
         assert key is not None, f"slot {slot} is free"
         return key
 
@@ -125,7 +136,7 @@ class BlockIndex(Generic[KeyT]):
         while chunk := keys[start + length : start + length + step]:
             first, end = slot + length, slot + length + len(chunk)
             resident = self._state.count(BlockState.RESIDENT, first, end)
-            if self._keys[first:end] != chunk or resident < len(chunk):
+            if self._keys[first:end].tolist() != chunk or resident < len(chunk):
                 break
             length, step = length + len(chunk), 2 * step
         return length

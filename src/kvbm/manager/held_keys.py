@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from kvbm.block import BlockKey, BlockState, Tier
+from kvbm.manager.block_index import empty_objects
 from kvbm.manager.pool import SlotPool
 
 
@@ -73,7 +74,7 @@ class KeyListener:
 
     def __init__(self, held: HeldKeys) -> None:
         self.held = held
-        self._told: list[BlockKey | None] = [None] * held.slot_count
+        self._told = empty_objects(held.slot_count)
         self._stored: dict[int, None] = {}
         self._removed: deque[BlockKey] = deque()
         self._looked_at = 0
