@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ log = logging.getLogger("kvbm.manager")
 OUTPUT_TOKENS_MAX = 1 << 31
 RESERVED_AT_ONCE = 512
 SPLIT_AT_ONCE = 8192
+DROPPED_AT_ONCE = 64
 
 
 class Requests:
@@ -75,6 +77,8 @@ class Requests:
         self._watchers: dict[tuple[int, int], set[int]] = {}
         # Lookups under way: their replies tell how far they are.
         self._unanswered: set[tuple[int, int]] = set()
+        # Lookups whose leases have ended, and the sessions that watched them, which have yet to be told.
+        self._dropped: deque[tuple[int, set[int]]] = deque()
 
     @property
     def watched_count(self) -> int:
@@ -222,6 +226,8 @@ class Requests:
             slots += given
             generations += engine.space.arena.generations([slot for slot in given if slot >= 0])
             parent = part[-1]
+        if blocks > SPLIT_AT_ONCE:
+            yield  # the reply takes as long as a part
         if self._membership.led_by(session) is None:
             # What was reserved by then ends with the session, or at its deadline.
             slots, generations = [REFUSED] * blocks, []
@@ -298,12 +304,19 @@ class Requests:
 
     def dropped(self, leases: list[Lease]) -> None:
         """Leases ended by their owner, with it, or by their deadline: workers that watch them are told that no more
-        blocks come."""
-        for lease in leases:
-            for number in self._watchers.pop((lease.owner, lease.number), ()):
-                session = self._session_by_number(number)
-                if session is not None:
-                    session.send(Progress(lookup=lease.number, ready=0, final=True))
+        blocks come (`tell_dropped`)."""
+        names = [(lease.owner, lease.number) for lease in leases]
+        self._dropped.extend((name[1], self._watchers.pop(name)) for name in names if name in self._watchers)
+        self.tell_dropped()
+
+    def tell_dropped(self) -> bool:
+        """Tell the workers that watched some of the leases. Whether others are left."""
+        for _ in range(min(DROPPED_AT_ONCE, len(self._dropped))):
+            lookup, numbers = self._dropped.popleft()
+            for number in numbers:
+                if (session := self._session_by_number(number)) is not None:
+                    session.send(Progress(lookup=lookup, ready=0, final=True))
+        return bool(self._dropped)
 
 
 def _generations(space: Space, lease: Lease) -> Generator[None, None, Sequence[int]]:

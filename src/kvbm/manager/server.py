@@ -186,6 +186,7 @@ class Server:
         told = self._catch_up(spaces, until_s, answered)
         # What the policies were told may have filled a queue: the next turn submits it.
         self._unfinished = bool(self._readable) or any(ended_left) or told
+        self._unfinished = self._requests.tell_dropped() or self._unfinished
         self._unfinished = self._announcements.tell() or self._unfinished
         if self._events is not None:
             self._unfinished = self._events.tell() or self._unfinished

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvbm.hashing import chain_keys, join_keys
+from kvbm.manager import requests as requests_module
+from kvbm.manager.leases import Lease
 from kvbm.manager.requests import RESERVED_AT_ONCE
 from kvbm.protocol import Commit, FromManager, Lookup, LookupReply, Release
 from kvbm.slices import SLICE_BLOCKS
@@ -121,3 +123,24 @@ def test_leases_that_ended_just_now_make_room_although_the_policy_was_not_told(m
     reserved = pool.reserve_chain(others, None, manager.clock(), insist=True)
     assert len(reserved) == len(others)
     pool.abort_all(reserved[::-1])
+
+
+def test_workers_are_told_of_many_leases_that_ended_in_slices(
+    manager: ManagerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests_module, "DROPPED_AT_ONCE", 2)
+    _, worker = manager.engine()
+    session = next(
+        each for each in manager.server.sessions.values() if each.hello and each.hello.role == "worker"
+    )
+    leases = [Lease(1, number, [], [], bytearray(), bytearray(), 0.0) for number in range(7)]
+    requests = manager.server._requests
+    requests._watchers |= {(1, number): {session.number} for number in range(6)}
+    requests.dropped(leases)
+    told = [len(arrived(worker))]
+    while not manager.server.idle or len(told) < 2:
+        manager.server.step(0.0)
+        told.append(len(arrived(worker)))
+    assert told[:3] == [2, 2, 2], "and of the lease that nobody watched, nothing"
+    assert sum(told) == 6
+    assert requests.watched_count == 0
