@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 KeyT_contra = TypeVar("KeyT_contra", bound=Hashable, contravariant=True)
 
 _FREE, _FILLING, _RESIDENT = int(BlockState.FREE), int(BlockState.FILLING), int(BlockState.RESIDENT)
-FOUND_AT_ONCE = 4096
+FOUND_AT_ONCE = 8192
 """Blocks of a chain that are looked for in one slice."""
 _SHORT_CHAIN = 128
 _RUN_STEP = 8

@@ -36,7 +36,7 @@ class SpaceOptions(msgspec.Struct, frozen=True, kw_only=True):
     in_flight_max: int = 64
     brought_at_once: int = 512
     slice_blocks: int = SLICE_BLOCKS
-    found_at_once: int = 4096
+    found_at_once: int = 8192
     keeps_facts: bool = False
     salt_share: float = 0.5
 
