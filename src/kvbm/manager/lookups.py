@@ -25,7 +25,6 @@ from kvbm.manager.prefix_heat import PrefixHeat
 from kvbm.manager.retaining import Retaining
 from kvbm.manager.usage import Usage
 from kvbm.observe.metrics import Metrics
-from kvbm.slices import sliced
 from kvbm.strict import record_swallowed
 
 LEASE_S = 120.0
@@ -108,12 +107,13 @@ class Lookups:
         # What is read for the request, whether or not it is given up again.
         brought = set[BlockKey]()
         try:
-            for part in sliced(wanted.run, self.found_at_once):
+            for start in range(0, len(wanted.run), self.found_at_once):
+                part = wanted.run[start : start + self.found_at_once]
                 if lease.slots:
                     yield
                     if not self.leases.lasts(lease):  # it ended meanwhile
                         return Found(judged=judged)
-                count = self._gather(lease, list(part), brought)
+                count = self._gather(lease, part, brought)
                 if count == len(lease.slots) > 0:
                     self.leases.add(lease)
                 if count < len(part):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import msgspec
@@ -319,23 +319,23 @@ class Requests:
         return bool(self._dropped)
 
 
-def _generations(space: Space, lease: Lease) -> Generator[None, None, Sequence[int]]:
+def _generations(space: Space, lease: Lease) -> Generator[None, None, tuple[int, ...]]:
     """The generations of a lease's slots, in several turns; they are of use while it lasts."""
-    found = list[int]()
-    while len(found) < len(lease.slots) and space.leases.lasts(lease):
-        if found:
-            yield
+    found: tuple[int, ...] = ()
+    while space.leases.lasts(lease) and len(found) < len(lease.slots):
         found += space.arena.generations(lease.slots[len(found) : len(found) + SPLIT_AT_ONCE])
+        if len(found) < len(lease.slots):
+            yield
     return found
 
 
 def _with_lease(
-    reply: LookupReply, space: Space, lease: Lease, sources: bytes, generations: Sequence[int]
+    reply: LookupReply, space: Space, lease: Lease, sources: bytes, generations: tuple[int, ...]
 ) -> LookupReply:
     return msgspec.structs.replace(
         reply,
         slots=tuple(lease.slots),
-        generations=tuple(generations[: len(lease.slots)]),
+        generations=generations[: len(lease.slots)],
         ready=lease.ready,
         sources=sources,
         arrival_s=space.arrival_s(lease),
@@ -385,11 +385,10 @@ def _keys(joined: bytes) -> list[BlockKey]:
 
 def _split_keys(joined: bytes) -> Generator[None, None, list[BlockKey]]:
     """The many keys of a message, in several turns. Raises ProtocolError."""
-    keys = list[BlockKey]()
-    for start in range(0, _count_keys(joined), SPLIT_AT_ONCE):
-        if start:
-            yield
-        keys += _part(joined, start, start + SPLIT_AT_ONCE)
+    keys = _part(joined, 0, min(_count_keys(joined), SPLIT_AT_ONCE))
+    while len(keys) * KEY_BYTES < len(joined):
+        yield
+        keys += _part(joined, len(keys), len(keys) + SPLIT_AT_ONCE)
     return keys
 
 
