@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbm.block import KEY_BYTES, BlockKey, Tier
+from kvbm.block import KEY_BYTES, BlockKey, Outcome, Tier
 from kvbm.framing import FACTS_BYTES_MAX, TOKEN_BYTES, encode
 from kvbm.hashing import join_keys, split_keys
 from kvbm.manager import announcements, assembly, disk_side
@@ -239,8 +239,10 @@ def test_blocks_of_a_disk_that_is_off_are_told_of_when_it_works_again(
         genuine(slots)
 
     monkeypatch.setattr(disk.facts, "emptied", emptied)
-    disk.medium._fault.declare("broken by the test")  # type: ignore[attr-defined]  # as a failed call does
-    manager.until(lambda: account.hear() == in_tier(HOST, KEYS[:8]))
+    with monkeypatch.context() as off:  # it is opened again only once that was heard
+        off.setattr(type(disk.medium), "heal", lambda medium: Outcome.PENDING)
+        disk.medium._fault.declare("broken by the test")  # type: ignore[attr-defined]  # as a failed call does
+        manager.until(lambda: account.hear() == in_tier(HOST, KEYS[:8]))
     manager.until(lambda: manager.clock.advance(1.0) or not disk.trouble)
     manager.until(lambda: account.hear() == in_tier(HOST, KEYS[:8]) | in_tier(DISK, KEYS[:8]))
     assert max(slices) == 3
