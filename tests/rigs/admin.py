@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from array import array
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
@@ -54,17 +55,19 @@ class Engine:
         self.welcome = self.worker.introduce(hello, DEADLINE_S)
         self.memory, generations = open_arena(self.worker.take_fds())
         generations.close()
+        self._inbox: deque[Any] = deque()
         assert self.expect(Ready).ready
         self._numbers = iter(range(1, 1000))
 
     def expect(self, kind: type[Any]) -> Any:
-        """The next message of this kind to the leader."""
+        """The next message of this kind to the leader; those before it are passed over."""
         end_s = time.monotonic() + DEADLINE_S
-        while self.leader.wait(end_s - time.monotonic()):
-            for message in self.leader.receive():
-                if isinstance(message, kind):
+        while True:
+            while self._inbox:
+                if isinstance(message := self._inbox.popleft(), kind):
                     return message
-        raise AssertionError(f"no {kind.__name__} came")
+            assert self.leader.wait(end_s - time.monotonic()), f"no {kind.__name__} came"
+            self._inbox.extend(self.leader.receive())
 
     def store(self, keys: list[BlockKey], tokens: Iterable[int] = ()) -> None:
         """One store from end to end, said to be of these tokens; it can be found when this returns."""
